@@ -1,4 +1,4 @@
-"""``crius``, and ``python -m crius``: says what a signal does before anything slow is imported."""
+"""``crius``, and ``python -m crius``: sets the effect of signals before slow imports."""
 
 import sys
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from crius.launch.stop import leave_on_stop_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, see ``crius.cli.main``. A signal before training starts ends it as one that saved."""
+    """Run one command, see ``crius.cli.main``. A signal before training starts ends it like a run that saved."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["train"]:
         leave_on_stop_signals()

@@ -1,4 +1,4 @@
-"""Every error a user can cause: what is wrong, where the value came from, why, and a fix that works."""
+"""Every error that a user can cause: what is wrong, where the value came from, why, and a fix that works."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ class CriusError(Exception):
 
     Args:
         what: one sentence with the offending value.
-        where: the flag, file or line the value came from; empty when there is no such place.
-        why: the rule that was broken; empty when ``what`` says it already.
-        fix: what to type or change so that it works.
+        where: flag, file or line of the value; empty if there is no such place.
+        why: rule that was broken; empty if ``what`` already says it.
+        fix: text to type, or change to make, so that it works.
     """
 
     exit_code = 1
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
-        super().__init__(what, where, why, fix)  # all of them, so that the error survives pickling
+        super().__init__(what, where, why, fix)  # all four, so that the error survives pickling
         self.what, self.where, self.why, self.fix = what, where, why, fix
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -42,11 +42,11 @@ class ConfigError(CriusError):
 
     @classmethod
     def together(cls, problems: Sequence[CriusError]) -> CriusError:
-        """One error that reports all ``problems``; a single problem stays itself."""
+        """One error that reports all ``problems``; a single problem is returned as it is."""
         if len(problems) == 1:
             return problems[0]
         blocks = [f"[{number}] {problem}" for number, problem in enumerate(problems, start=1)]
-        return cls("\n".join([f"{len(problems)} problems, all of them before anything was started:", *blocks]))
+        return cls("\n".join([f"{len(problems)} problems, all found before anything was started:", *blocks]))
 
 
 class LayoutError(ConfigError):
@@ -54,7 +54,7 @@ class LayoutError(ConfigError):
 
 
 class PlanError(CriusError):
-    """A sharding plan and the model it is for do not match."""
+    """A sharding plan does not match its model."""
 
 
 class DataError(CriusError):
@@ -66,11 +66,11 @@ class CheckpointError(CriusError):
 
 
 class CorruptionError(CriusError):
-    """A device or its memory computed something else the second time."""
+    """A device or its memory gave other results when work was repeated."""
 
 
 class HangError(CriusError):
-    """A rank does not go on."""
+    """A rank makes no progress."""
 
 
 class OutOfMemoryError(CriusError):
@@ -90,4 +90,4 @@ class SpikeError(CriusError):
 
 
 class EffectError(CriusError):
-    """An optimisation that was asked for did nothing, and the run is strict."""
+    """An optimisation that was asked for had no effect, and the run is strict."""

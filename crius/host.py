@@ -1,4 +1,4 @@
-"""What this host has: instructions of its CPU, its memory, its limits, and the ranks of a run. No torch."""
+"""Facts about this host: instructions of its CPU, its memory, its limits, and the ranks of a run. No torch."""
 
 import contextlib
 import importlib.util
@@ -23,15 +23,15 @@ ATTENTION_BLOCK = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a run is.
+    """Machine of a run.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        name: of the GPU or the CPU; empty where it does not matter.
-        ranks: of the run.
-        local_ranks: of them on a host.
-        threads: of a rank on a CPU.
-        cannot_compile: why torch.compile makes no kernels for its GPUs; empty where it does.
+        name: name of the GPU or the CPU; empty if it does not matter.
+        ranks: ranks of the run.
+        local_ranks: ranks per host.
+        threads: threads of a rank on a CPU.
+        cannot_compile: why torch.compile makes no kernels for its GPUs; empty if it does.
     """
 
     device: str
@@ -43,16 +43,16 @@ class Machine:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is on GPUs."""
+        """Whether the run is on GPUs."""
         return self.device == "cuda"
 
 
 COMPILE_SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-"""With one of them at 1 in the environment torch compiles nothing."""
+"""Environment variables: if one of them is 1, torch compiles nothing."""
 
 
 def missing_for_compile(environ: Mapping[str, str]) -> str:
-    """What torch.compile lacks on this host to make kernels for its GPUs; empty where nothing is known to."""
+    """Part that torch.compile needs for GPU kernels and this host lacks; empty if none is known to be missing."""
     switch = next((name for name in COMPILE_SWITCHES if environ.get(name) == "1"), "")
     if switch:
         return f"{switch} is set"
@@ -60,37 +60,37 @@ def missing_for_compile(environ: Mapping[str, str]) -> str:
         return "the package triton is not installed"
     compilers = [environ["CC"]] if "CC" in environ else ["gcc", "clang", "cc"]
     if not any(shutil.which(name, path=environ.get("PATH")) for name in compilers):
-        return f"Triton needs a C compiler, and there is no {' or '.join(compilers)}"
+        return f"Triton needs a C compiler, but there is no {' or '.join(compilers)}"
     header = Path(sysconfig.get_path("include"), "Python.h")
-    return "" if header.exists() else f"Triton needs the headers of Python, and there is no {header}"
+    return "" if header.exists() else f"Triton needs the headers of Python, but there is no {header}"
 
 
 def cpu_name() -> str:
-    """The model of this CPU, as Linux says it; elsewhere its architecture."""
+    """The model of this CPU, as Linux reports it; elsewhere its architecture."""
     return _entry("model name") or platform.processor() or platform.machine()
 
 
 def cpu_with_cores() -> str:
-    """``cpu_name`` and the number of cores: machines that share a home folder can differ in that alone."""
+    """``cpu_name`` and the number of cores: machines that share a home folder can differ in the number alone."""
     return f"{cpu_name()}, {os.cpu_count() or 1} cores"
 
 
 def bfloat16_instructions() -> str:
-    """The fastest instructions of this CPU that multiply bfloat16, by their flag; empty where it has none.
+    """Flag of the fastest instructions of this CPU that multiply bfloat16; empty if it has none.
 
-    Linux tells; elsewhere the answer is empty. Every core of a machine has the same ones.
+    Only Linux reports them; elsewhere the answer is empty. Every core of a machine has the same ones.
     """
     flags = _entry("flags").split()
     return next((flag for flag in BFLOAT16_FLAGS if flag in flags), "")
 
 
 def is_wide_amd_cpu() -> bool:
-    """Whether the CPU is AMD's and has AVX-512 (Zen 4 and later), as far as Linux tells."""
+    """Whether the CPU is AMD's and has AVX-512 (Zen 4 and later), as far as Linux reports it."""
     return _entry("vendor_id") == "AuthenticAMD" and "avx512f" in _entry("flags").split()
 
 
 def _entry(name: str) -> str:
-    """What ``/proc/cpuinfo`` has of the first core; empty where it has nothing, or is none."""
+    """Value in ``/proc/cpuinfo`` for the first core; empty if there is no value or no such file."""
     try:
         text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -104,33 +104,33 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def user_cache() -> Path:
-    """Where Crius keeps what it can make again: ``crius`` below ``XDG_CACHE_HOME``, else ~/.cache/crius."""
+    """Folder for files that Crius can create again: ``crius`` in ``XDG_CACHE_HOME``, else ~/.cache/crius."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "crius"
 
 
 def python_path() -> str:
-    """PYTHONPATH for ``python -P -m crius...``: where this package lies, then what is set.
+    """PYTHONPATH for ``python -P -m crius...``: the folder of this package, then the present value.
 
-    Without -P such a process looks for each module in the current folder first, which may be a stranger's.
+    Without -P such a process would look for each module in the current folder first, which may be a stranger's.
     """
     return os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]))
 
 
 def free_host_bytes() -> int:
-    """What programs can have without swapping, or a container's limit where that is less."""
+    """Bytes that programs can use without swapping; in a container its limit, if that is less."""
     free = _of_host()
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())
         cached = re.search(r"^inactive_file (\d+)$", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
-    except OSError:  # no container
+    except OSError:  # not in a container
         return free
     return free if limit == "max" else min(free, int(limit) - used + (int(cached[1]) if cached else 0))
 
 
 def _of_host() -> int:
-    """What the system calls available; all of its memory where it does not say."""
+    """Bytes that the system reports as available; all of its memory if it reports none."""
     try:
         text = _MEMINFO.read_text(encoding="utf-8")
     except OSError:
@@ -140,17 +140,18 @@ def _of_host() -> int:
 
 
 _MOST_FILES = 2**20
-"""Programs that a rank starts may look at each number up to the limit, which in a container can be a billion."""
+"""Largest limit to set: programs that a rank starts may visit each number up to the limit, which in a container can be
+a billion."""
 
 
 def most_open_files() -> int:
-    """Files and connections that a process of this host may raise its limit to."""
+    """Highest limit of files and connections that a process of this host may set."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files and connections as it may: shells start it with 1,024."""
+    """Raise this process's limit of files and connections as far as allowed: shells start it with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most_open_files()), hard))

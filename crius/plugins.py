@@ -1,4 +1,5 @@
-"""What installed packages add, loaded where it is named: models, data sources and sinks; and what installs a package.
+"""Additions of installed packages, loaded when they are named: models, data sources and sinks; and commands that
+install a package.
 
 A package lists them as entry points of the groups below (https://packaging.python.org/specifications/entry-points);
 docs/plugins.md has an example.
@@ -15,35 +16,35 @@ from crius.errors import ConfigError
 
 MODELS, DATA, SINKS = "crius.models", "crius.data", "crius.sinks"
 GROUPS = {"model.name": MODELS, "data.source": DATA, "metrics.sinks": SINKS}
-"""Groups by the setting that names one of theirs."""
+"""Groups, by the setting that names their members."""
 
 T = TypeVar("T")
 
 
 def installed(group: str) -> list[str]:
-    """Names of a group that installed packages give, sorted; nothing of theirs is imported."""
+    """Names of a group in installed packages, sorted; nothing is imported."""
     try:
         return sorted(importlib.metadata.entry_points(group=group).names)
-    except Exception:  # a package whose list is malformed; the others' cannot be read beside it
+    except Exception:  # one package's list is malformed, so no list can be read
         return []
 
 
 def load(group: str, name: str, kind: type[T] | None = None) -> T | None:
-    """What an installed package gives by this name, imported; None where none does.
+    """The object that an installed package has under this name, imported; None if no package has it.
 
     Args:
-        group: of the entry points.
-        name: in the group.
-        kind: what it has to be an instance of.
+        group: group of the entry points.
+        name: name in the group.
+        kind: class that the object must be an instance of.
 
     Raises:
-        ConfigError: two packages give it, it cannot be imported, or is of another kind.
+        ConfigError: two packages have the name, or the object cannot be imported or is of another kind.
     """
     try:
         found = tuple(importlib.metadata.entry_points(group=group, name=name))
     except Exception as error:  # see installed
         what = f"the entry points of installed packages cannot be read: {type(error).__name__}: {error}"
-        raise ConfigError(what, where=f"{group} {name}", fix="mend the entry_points.txt that is malformed") from None
+        raise ConfigError(what, where=f"{group} {name}", fix="correct the malformed entry_points.txt") from None
     if not found:
         return None
     packages = sorted({(entry.dist and entry.dist.name) or entry.value for entry in found})
@@ -53,19 +54,19 @@ def load(group: str, name: str, kind: type[T] | None = None) -> T | None:
     loaded = imported(found[0].load, f"{name} ({found[0].value})", where, f"pip install --upgrade {packages[0]}")
     if kind is not None and not isinstance(loaded, kind):
         wanted = f"{kind.__module__}.{kind.__name__}"
-        raise ConfigError(f"{name} is no {wanted}, but {type(loaded).__name__}.", where=where)
+        raise ConfigError(f"{name} is not a {wanted}, but {type(loaded).__name__}.", where=where)
     return loaded
 
 
 def imported(load: Callable[[], T], what: str, where: str, fix: str, *, done: str = "imported") -> T:
-    """What ``load`` imports, or makes, of a stranger's code.
+    """The object that ``load`` imports or creates from a stranger's code.
 
     Raises:
-        ConfigError: it fails; names the line that raised.
+        ConfigError: it fails; the message names the line that raised.
     """
     try:
         return load()
-    except (Exception, SystemExit) as error:  # whatever a stranger's module raises
+    except (Exception, SystemExit) as error:  # anything that a stranger's module raises
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
         last = next((frame for frame in reversed(frames) if frame.filename != __file__), None)
         raise ConfigError(
@@ -76,7 +77,7 @@ def imported(load: Callable[[], T], what: str, where: str, fix: str, *, done: st
         ) from None
 
 
-# optional package to what to install; pyproject.toml's extras say the same
+# optional package to its requirement; pyproject.toml's extras have the same
 REQUIREMENTS = {
     "datasets": "datasets>=3.1",
     "tokenizers": "tokenizers>=0.20",
@@ -106,11 +107,11 @@ def installed_torch() -> tuple[tuple[int, ...], str] | None:
 
 
 def install_line(*requirements: str) -> str:
-    """A shell command that installs ``requirements`` for the Python that runs this: one made by uv has no pip."""
+    """A shell command that installs ``requirements`` for the present Python; a Python made by uv has no pip."""
     python = shlex.quote(sys.executable)
     names = " ".join(map(shlex.quote, requirements))
-    # not find_spec("pip"): setuptools' import hook takes that for a run of pip and hands this process the standard
-    # library's distutils from then on, after which torch.utils.cpp_extension, and so torch.compile, cannot be imported
+    # not find_spec("pip"): setuptools' import hook takes it for a run of pip and gives this process the standard
+    # library's distutils from then on; then torch.utils.cpp_extension, and so torch.compile, cannot be imported
     if not any(importlib.metadata.distributions(name="pip")):
         return f"uv pip install --python {python} {names}"
     return f"{python} -m pip install {names}"

@@ -1,7 +1,8 @@
-"""Secrets taken out of text before it leaves: logs, ``run.toml``, manifests, error reports, messages on the screen.
+"""Removes secrets from text before it leaves: logs, ``run.toml``, manifests, error reports, messages on the screen.
 
-By name (``api_key = ...``), by form (``hf_...``, a URL's password), and by value: what an environment variable with a
-secret's name holds is taken out wherever it turns up. A secret of no known form under a harmless name is not found.
+Secrets are found by name (``api_key = ...``), by form (``hf_...``, a URL's password), and by value: the value of an
+environment variable with a secret's name is removed wherever it appears. A secret of unknown form under a harmless name
+is not found.
 """
 
 import functools
@@ -12,14 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-"""What stands in place of a secret."""
+"""Text that replaces a secret."""
 
 MIN_VALUE = 8
-"""Shortest value of an environment variable that is looked for; a shorter one turns up by accident."""
+"""Length of the shortest value of an environment variable that is searched for; shorter ones appear by accident."""
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ALWAYS = {"secret", "secrets", "password", "passwd", "passphrase", "passcode", "credential", "credentials", "apikey"}
-# words before "token" or "key" that make it one of access; "eos_token" and "sort_key" are ordinary
+# words before "token" or "key" that make it a secret; "eos_token" and "sort_key" are ordinary
 _OF_ACCESS = {
     *("access", "api", "auth", "authentication", "authorization", "bearer", "bot", "client", "deploy", "encryption"),
     *("gh", "git", "github", "gitlab", "hf", "hub", "huggingface", "id", "identity", "jwt", "oauth", "openai"),
@@ -48,7 +49,7 @@ _FORMS = re.compile(
         )
     )
 )
-# what stands before the secret stays
+# the text before the secret stays
 _AFTER = re.compile(
     "|".join(
         (
@@ -73,7 +74,7 @@ _OPAQUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.~+/=-]{16,}")
 
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Whether what has this name is a secret: ``HF_TOKEN``, ``aws_secret_access_key``, ``db.password``; not
+    """Whether ``name`` is the name of a secret: ``HF_TOKEN``, ``aws_secret_access_key``, ``db.password``; not
     ``eos_token``, ``num_tokens`` or ``sort_key``.
     """
     words = [word.lower() for word in _WORDS.findall(name)]
@@ -93,8 +94,8 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """``text`` with ``***`` in place of secrets.
 
     Args:
-        text: anything that is to be printed or written.
-        environ: variables of this process; values of those with a secret's name are secrets.
+        text: text to print or write.
+        environ: variables of this process; a variable with a secret's name has a secret value.
     """
     for value in _values(environ):
         text = text.replace(value, HIDDEN)
@@ -108,8 +109,8 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 def printable(text: str) -> str:
     """``text`` with escapes such as ``\\x1b`` in place of characters that act on a terminal; lines and tabs stay.
 
-    These are control, format and surrogate characters and Unicode's own line ends. Wide and unbroken spaces stay, for
-    a printed path must be the path.
+    These are control, format and surrogate characters, and Unicode's own line ends. Wide and unbroken spaces stay,
+    because a printed path must be the path.
     """
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
@@ -131,7 +132,7 @@ def _after(text: str) -> str:
 
 
 def _values(environ: Mapping[str, str]) -> list[str]:
-    """Values that are secrets, the longest first, so that none is found in part. Paths are none."""
+    """Values that are secrets, the longest first, so that none is found in part. Paths are not secrets."""
     found = {
         value
         for name, value in environ.items()
@@ -151,9 +152,9 @@ def _hide_named(match: re.Match[str]) -> str:
 
 
 def redact_value(name: str, value: Any) -> Any:
-    """``value``, that ``name`` has, without secrets in it; tables, lists and tuples item by item.
+    """``value`` of ``name`` without its secrets; tables, lists and tuples item by item.
 
-    Numbers, flags and None are as they are.
+    Numbers, flags and None are unchanged.
     """
     if isinstance(value, str):
         return HIDDEN if value and is_secret_name(name) else redact(value)

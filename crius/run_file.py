@@ -1,4 +1,4 @@
-"""Files of a run folder that are worth less than the run: where they cannot be written, it goes on without them."""
+"""Files of a run folder that matter less than the run: if they cannot be written, the run continues without them."""
 
 import contextlib
 import json
@@ -9,12 +9,13 @@ from pathlib import Path
 
 
 class RunFile:
-    """A file that lines are added to. A full disk costs lines and a warning; a file that was removed is begun again.
+    """A file that lines are appended to. A full disk costs lines and a warning; a file that was removed is started
+    again.
 
     Args:
-        path: of the file; its folder is made.
-        warn: takes the sentence that says that lines are lost, once.
-        loss: ends that sentence: what the reader of the file will miss.
+        path: path of the file; its folder is created.
+        warn: receives, once, the sentence that says that lines are lost.
+        loss: end of that sentence: what the reader of the file will miss.
         head: text that the file gets whenever it is opened.
     """
 
@@ -25,7 +26,7 @@ class RunFile:
         self.append("")
 
     def append(self, text: str) -> None:
-        """Write whole lines, at once: a process that is killed loses none."""
+        """Write complete lines at once, so that a process that is killed loses none."""
         try:
             if not self._is_there():
                 self._open()
@@ -40,13 +41,13 @@ class RunFile:
             self._file = None
 
     def _is_there(self) -> bool:
-        """Whether what is open is still what lies at the path."""
+        """Whether the open file is still the file at the path."""
         if self._file is None:
             return False
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(self._path.lstat(), os.fstat(self._file)):
                 return True
-        self._complain("was removed or replaced, and is begun again")
+        self._complain("was removed or replaced, and is started again")
         self.close()
         return False
 
@@ -55,7 +56,7 @@ class RunFile:
         flags = os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(self._path, flags, 0o644)
         size = os.fstat(self._file).st_size
-        is_cut_off = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # by a kill
+        is_cut_off = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # by a kill of its process
         try:
             self._write(("\n" if is_cut_off else "") + self._head)
         except OSError:
@@ -70,7 +71,7 @@ class RunFile:
         size = os.fstat(self._file).st_size
         written = os.write(self._file, data)
         if written != len(data):
-            os.ftruncate(self._file, size)  # half a line is none
+            os.ftruncate(self._file, size)  # no half lines
             raise OSError(f"{written} of {len(data)} bytes written")
 
     def _complain(self, what: str) -> None:
@@ -80,12 +81,12 @@ class RunFile:
 
 
 class Mirror:
-    """A small file that always holds the newest JSON of a process, for who asks when that process cannot say it.
+    """A small file with the newest JSON record of a process, readable even if the process cannot answer.
 
-    One ``pwrite`` per record, a few microseconds; a full disk must not end a run that works.
+    One ``pwrite`` per record takes a few microseconds. A full disk must not end a working run.
 
     Args:
-        path: of the file; only the owner may read it.
+        path: path of the file; only the owner may read it.
         num_bytes: length of the file; no record is longer.
     """
 
@@ -94,7 +95,7 @@ class Mirror:
         self._num_bytes = num_bytes
 
     def write(self, record: object) -> None:
-        """Put ``record`` in place of the last one."""
+        """Replace the last record by ``record``."""
         with contextlib.suppress(OSError):
             os.pwrite(self._file, json.dumps(record).encode().ljust(self._num_bytes), 0)
 
@@ -103,12 +104,13 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
     """Write ``text`` so that a reader sees all of it or nothing.
 
     Args:
-        path: of the file; its folder is made.
-        text: its content.
-        is_private: only the owner may read it (mode 0600): a report with stacks, settings or samples of a run.
+        path: path of the file; its folder is created.
+        text: content of the file.
+        is_private: whether only the owner may read it (mode 0600), for a report with stacks, settings or samples of a
+            run.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the file cannot be written.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -124,7 +126,7 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 
 def write_run_file(path: Path, text: str, warn: Callable[[str], None], *, is_private: bool = False) -> None:
-    """Do what ``write_whole`` does; where that cannot be, ``warn`` gets a sentence."""
+    """Like ``write_whole``, but if the file cannot be written, ``warn`` gets a sentence."""
     try:
         write_whole(path, text, is_private=is_private)
     except OSError as error:
@@ -132,6 +134,6 @@ def write_run_file(path: Path, text: str, warn: Callable[[str], None], *, is_pri
 
 
 def is_private_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder, not a link to one, that this user owns and nobody else may look into."""
+    """Whether ``path`` is a folder (not a link to one) of this user that nobody else may read."""
     found = path.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

@@ -1,4 +1,4 @@
-"""This rank's part of a tensor and of a model, and where in the whole it is."""
+"""This rank's part of a tensor and of a model, and its place in the whole."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ from crius.named import named_state as named_state
 
 
 def counters(parts: Sequence[nn.Module]) -> list[Tensor]:
-    """The counters of the stages that this rank holds, as it has them."""
+    """The counters of this rank's stages, as this rank has them."""
     return [local_tensor(buffer) for _, buffer in named_buffers(parts, persistent=False)]
 
 
@@ -37,7 +37,7 @@ def zero(counted: Sequence[Tensor]) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, without a copy and cut off from autograd; a plain tensor as it is.
+    """The local shard of a DTensor, without a copy and without autograd; a plain tensor as it is.
 
     A weight that FSDP gathers in float8 has its numbers in a plain tensor inside (``crius.quantize``).
     """
@@ -47,7 +47,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def laid_out(local: Tensor, like: Tensor) -> Tensor:
-    """``local``, this rank's part, as a tensor laid out as ``like``; shares its memory, wherever that is."""
+    """``local``, this rank's part, as a tensor laid out like ``like``; shares its memory, on any device."""
     if not isinstance(like, DTensor):
         return local
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
@@ -55,23 +55,23 @@ def laid_out(local: Tensor, like: Tensor) -> Tensor:
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """A parameter or buffer as a tensor of plain numbers that shares its memory, whatever it is gathered in."""
+    """A parameter or buffer as a tensor of plain numbers that shares its memory, in any format of its gathers."""
     return laid_out(local_tensor(parameter), parameter)
 
 
 def num_shards(tensor: Tensor, axis: str | None = None) -> int:
-    """Into how many different parts a tensor is split, over all axes of its mesh or over the one called ``axis``."""
+    """Number of different parts that a tensor is split into, over all axes of its mesh or over the axis ``axis``."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ()
-    # not is_shard(): FSDP's strided shards under tensor parallelism say no to that
+    # not is_shard(): it is False for FSDP's strided shards under tensor parallelism
     split = [i for i, place in enumerate(tensor.placements) if not place.is_replicate()]
     return math.prod(mesh.size(i) for i in split if axis is None or names[i] == axis)
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Whether this rank is the first one of a tensor's mesh that holds its part; of a plain tensor, of all ranks."""
+    """Whether this rank is the first of a tensor's mesh with its part; for a plain tensor, the first of all ranks."""
     if not isinstance(tensor, DTensor):
         return dist.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -80,35 +80,35 @@ def is_first_holder(tensor: Tensor) -> bool:
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a parameter and where it starts in the whole."""
+    """This rank's part of a parameter, and its offset in the whole."""
     if not isinstance(parameter, DTensor):
         return local_tensor(parameter), (0,) * parameter.dim()
-    with _disable_current_modes():  # torch computes with tensors, which under fake ones have no numbers
+    with _disable_current_modes():  # torch computes with tensors here, and fake tensors have no numbers
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return local_tensor(parameter), tuple(offset)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a tensor is in the whole.
+    """Place of a part of a tensor in the whole.
 
     Attributes:
-        shape: of the part.
-        offset: where it starts, for each dim.
+        shape: shape of the part.
+        offset: start of the part in each dim.
     """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part, as a view."""
+        """The part of ``whole``, as a view."""
         for dim, (size, start) in enumerate(zip(self.shape, self.offset, strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole
 
 
 def places(tensor: Tensor) -> list[Place]:
-    """The part that each rank of a tensor's mesh has, in the order of the ranks; one for a plain tensor."""
+    """The part of each rank of a tensor's mesh, in the order of the ranks; one part for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return [Place(tuple(tensor.shape), (0,) * tensor.dim())]
     by_rank = {}
@@ -124,7 +124,7 @@ def places(tensor: Tensor) -> list[Place]:
 def mesh_ranks(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
     """The ranks of a mesh with their coordinates; ``mesh.mesh`` cannot be read under fake tensors."""
     me = dist.get_rank()
-    # the ranks of every axis are equally spaced, so those on the lines through this rank tell all others
+    # the ranks of every axis are equally spaced, so the ranks on the lines through this rank determine all others
     lines = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     return {
         me + sum(line[at] - me for line, at in zip(lines, coordinate, strict=True)): coordinate

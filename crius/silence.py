@@ -1,4 +1,4 @@
-"""What optional packages print on import whatever the machine, left out at the logger that says it."""
+"""Lines that optional packages print on import on every machine, dropped at the logger that prints them."""
 
 import logging
 import re
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-# logger to what it says on every import. The libraries hold CUDA kernels: that they do not load on a machine without
-# CUDA is no news, nor that Triton is missing there, elsewhere it is. The other line is about torchao's own code.
+# logger to its line on every import. The libraries contain CUDA kernels: on a machine without CUDA it is normal that
+# they do not load and that Triton is missing; elsewhere it is not. The other line is about torchao's own code.
 _TORCHAO: Mapping[str, re.Pattern[str]] = {
     "torchao": re.compile(r"Failed to load \S*_C\w*\.\S*so: "),
     "torchao.kernel.intmm": re.compile("Warning: Detected no triton"),
@@ -18,7 +18,7 @@ _TORCHAO: Mapping[str, re.Pattern[str]] = {
 
 @contextmanager
 def quiet_torchao() -> Iterator[None]:
-    """Import torchao inside: without the lines that say nothing about this machine; all others pass."""
+    """Import torchao in this context: lines that mean nothing on this machine are dropped, all others pass."""
     filters = [
         (logging.getLogger(name), _Without(pattern))
         for name, pattern in _TORCHAO.items()

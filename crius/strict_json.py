@@ -1,4 +1,4 @@
-"""JSON from outside: one object, no key twice, no number that is not finite. No torch."""
+"""JSON from outside: one object, with unique keys and finite numbers. No torch."""
 
 import json
 import math
@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 
 def load_object(data: bytes) -> dict[str, Any]:
-    """The object that ``data`` is, in UTF-8.
+    """The JSON object in ``data``, in UTF-8.
 
     Raises:
-        ValueError: it is none, has a key twice, has NaN, an infinity or a number too large to be finite, or is nested
-            too deeply.
+        ValueError: it is not an object, has a key twice, has NaN, an infinity or a number too large to be finite, or is
+            nested too deeply.
     """
     try:
         found = json.loads(
@@ -20,7 +20,7 @@ def load_object(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     return found
 
 
@@ -40,4 +40,4 @@ def _finite(text: str) -> float:
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")

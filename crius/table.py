@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] | None = ()) -> list[str]:
-    """Rows with their columns under each other.
+    """Rows with aligned columns.
 
     Args:
-        rows: at least one, all as long; a header is one of them.
-        left: columns that are aligned to the left, None for all of them; the others to the right.
+        rows: at least one row, all of the same length; a header is a row too.
+        left: columns that are aligned to the left, None for all columns; the others to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

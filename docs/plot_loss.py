@@ -24,7 +24,7 @@ def main(out: str, *runs: str) -> None:
         top.plot(list(curve), list(curve.values()), linewidth=1.3, label=name, **style)
         gaps = {step: abs(loss - reference[step]) / reference[step] for step, loss in curve.items()}
         bottom.plot(list(gaps), [max(gap, 1e-17) for gap in gaps.values()], linewidth=1, label=name, **style)
-    top.set_ylabel("loss (nats a token)")
+    top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False)
     bottom.set_yscale("log")
     bottom.set_ylabel(f"relative difference\nto {first}")

@@ -1,4 +1,5 @@
-"""The ``crius`` command: verbs and what they call. Imports that are slow or need torch happen inside the verbs."""
+"""The ``crius`` command: verbs and the functions that they call. Slow imports, and imports of torch, are inside the
+verbs."""
 
 import functools
 import importlib
@@ -24,10 +25,11 @@ VERBS = {
     **{"report": "report", "runs": "runs", "compare": "runs", "sweep": "sweep", "completion": "completion"},
     **{"config": "settings", "data": "settings", "doctor": "settings"},
 }
-"""The module here of each verb, which adds it to ``app`` when it is imported."""
+"""Module of each verb in this folder; importing it adds the verb to ``app``."""
 
 IMPORT = "CRIUS_IMPORT"
-"""Variable with modules to import, joined by commas: what ``--import`` names, for the processes of a run."""
+"""Environment variable with modules to import, joined by commas: the modules of ``--import``, for the processes of a
+run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,15 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_verbs(verb: str = "") -> None:
-    """Add one verb to the app, or all of them where there is no such verb."""
+    """Add one verb to the app, or all verbs if there is no such verb."""
     for name in {VERBS[verb]} if verb in VERBS else dict.fromkeys(VERBS.values()):
         importlib.import_module(f"crius.cli.{name}")
 
 
 def _import_models(arguments: list[str]) -> list[str]:
-    """``arguments`` without ``--import MODULE``, when the models of these modules and of ``CRIUS_IMPORT`` are known.
+    """``arguments`` without ``--import MODULE``, after the models of these modules and of ``CRIUS_IMPORT`` are
+    registered.
 
-    Processes that this one starts know them by the variable, and commands that it prints name them.
+    Processes that this process starts find the modules in the variable, and commands that it prints name them.
 
     Raises:
         ConfigError: no module is named, or it cannot be used.

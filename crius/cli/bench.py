@@ -31,7 +31,7 @@ from crius.config.toml_file import command_line_flags, flatten, to_toml
 from crius.config.training import SET_BY_FORMAT
 from crius.errors import ConfigError
 
-Repeat = Annotated[int, Parameter(help="Rounds; each goes through all that is compared.")]
+Repeat = Annotated[int, Parameter(help="Rounds; each round times everything that is compared.")]
 
 
 @bench_app.command
@@ -42,7 +42,7 @@ def optimizer(
     config: ConfigFiles = (),
     repeat: Repeat = 7,
     variants: Annotated[
-        str, Parameter(help="Of for-loop, foreach, fused, bfloat16, 8bit and muon, joined by commas. Empty: all.")
+        str, Parameter(help="Out of for-loop, foreach, fused, bfloat16, 8bit and muon, joined by commas. Empty: all.")
     ] = "",
     as_json: Json = False,
 ) -> int:
@@ -63,25 +63,26 @@ def quantize(
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
-    gpu: Annotated[str, Parameter(help="Which GPU: here, the first of this machine.")] = "here",
-    tokens: Annotated[int, Parameter(help="Tokens that a layer multiplies: of one microbatch of a rank.")] = 8192,
+    gpu: Annotated[str, Parameter(help="GPU to use: here is the first of this machine.")] = "here",
+    tokens: Annotated[int, Parameter(help="Tokens that a layer multiplies: those of a rank's microbatch.")] = 8192,
     repeat: Repeat = 7,
     formats: Annotated[
         str,
         Parameter(
-            help="Of float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp and mxfp8, joined by commas. Empty: "
-            "what the device has matmuls for."
+            help="Out of float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp and mxfp8, joined by commas. "
+            "Empty: all that the device has matmuls for."
         ),
     ] = "",
-    modes: Annotated[str, Parameter(help="Of eager and compiled, joined by commas. Empty: both.")] = "",
+    modes: Annotated[str, Parameter(help="eager, compiled, or both joined by a comma. Empty: both.")] = "",
     emulated: Annotated[
-        bool, Parameter(negative=(), help="Time the emulation where there are no such matmuls: no speed of the format.")
+        bool,
+        Parameter(negative=(), help="Time the emulation if there are no such matmuls; it is not the format's speed."),
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Time each linear shape of a model in bfloat16 and in each low precision, and say which lose.
+    """Time each linear shape of a model in bfloat16 and in each low precision, and report which formats are slower.
 
-    Takes the flags of train, of which the model and parallelism.tensor_parallel_degree count. Nothing is trained.
+    Takes the flags of train; only the model and parallelism.tensor_parallel_degree count. Nothing is trained.
     """
     facts = _checked(run)
     from crius.tools.bench.quantize import quantize
@@ -105,12 +106,12 @@ def quantize(
 @bench_app.command
 def checkpoint(
     *,
-    folder: Annotated[Path, Parameter(help="Folder to write to, on the disk that is to be measured.")] = Path("runs"),
-    gib: Annotated[float, Parameter(help="Size of what is saved, in GiB.")] = 0.5,
+    folder: Annotated[Path, Parameter(help="Folder to write to, on the disk to measure.")] = Path("runs"),
+    gib: Annotated[float, Parameter(help="Size of the saved state, in GiB.")] = 0.5,
     repeat: Repeat = 5,
     as_json: Json = False,
 ) -> int:
-    """Time checkpoints: saved and loaded with and without hashes, sync and async, and by torch's DCP; in turns."""
+    """Time checkpoints: saving and loading with and without hashes, sync and async, and by torch's DCP; in turns."""
     need_torch()
     from crius.tools.bench.checkpoint import checkpoint
 
@@ -123,18 +124,18 @@ def data(
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
-    batches: Annotated[int, Parameter(help="Batches of a sample. 0: as many as hold 4 million tokens.")] = 0,
+    batches: Annotated[int, Parameter(help="Batches per sample. 0: as many as have 4 million tokens.")] = 0,
     repeat: Repeat = 7,
     as_json: Json = False,
 ) -> int:
-    """Time the loader: tokens a second and core from the corpus to batches, and from text to tokens.
+    """Time the loader: tokens per second and core from the corpus to batches, and from text to tokens.
 
-    Takes the flags of train, of which the data, the tokenizer and the sizes of the batch count. Nothing is trained.
+    Takes the flags of train; only the data, the tokenizer and the sizes of the batch count. Nothing is trained.
     """
     _checked(run)
     from crius.tools.bench.data import data
 
-    refuse_given(_degrees(run), "one rank reads all of a batch here")
+    refuse_given(_degrees(run), "one rank reads the whole batch here")
     return data(run, batches=batches, repeat=repeat, as_json=as_json)
 
 
@@ -149,7 +150,8 @@ def startup(
 ) -> int:
     """Time the start: help, errors and the first step of a training, each in processes of its own, in turns.
 
-    Takes the flags of train. A training runs one step; with --compile.enable with a cold and with a warm cache.
+    Takes the flags of train. Each training runs one step; with --compile.enable once with a cold and once with a warm
+    cache.
     """
     facts = _checked(run)
     from crius.tools.bench.startup import startup
@@ -173,14 +175,14 @@ def train(
     rounds: Annotated[int, Parameter(help="Turns of each variant.")] = 10,
     steps_per_round: Annotated[int, Parameter(help="Steps of a turn.")] = 5,
     overhead: Annotated[
-        bool, Parameter(negative=(), help="Also run a plain PyTorch loop, and say what the framework costs.")
+        bool, Parameter(negative=(), help="Also run a plain PyTorch loop, and report the overhead of Crius.")
     ] = False,
     as_json: Json = False,
     out: Annotated[Path | None, Parameter(help="File to write the JSON to.")] = None,
 ) -> int:
-    """Time training steps: the real train job, and variants of it, in processes of their own that take turns.
+    """Time training steps: the real train job and variants of it take turns, in processes of their own.
 
-    Takes the flags of train. Validation, checkpoints, profiler and watchdog are off; the losses are the run's.
+    Takes the flags of train. Validation, checkpoints, profiler and watchdog are off; the losses are those of the run.
     """
     facts = _timed(run, nproc)
     from crius.tools.bench.train import Schedule, Variant, prepared, train
@@ -193,7 +195,7 @@ def train(
     variants = [Variant("base", facts.config, facts.num_ranks)]
     with tempfile.TemporaryDirectory(prefix="crius-bench-") as folder:
         for flags in vs:
-            # decided anew: where documents start, by the tokenizer of the variant, whether it compiles and is exact
+            # decided again: document starts by the variant's tokenizer, whether it compiles and whether it is exact
             anew = {name: getattr(facts.asked, name) for name in ("data", "compile", "debug")}
             base = dataclasses.replace(facts.config, **anew)
             other = _variant(base, flags, Path(folder))
@@ -211,7 +213,7 @@ def contestant(
     warmup: int = 5,
     bare: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Train in turns, as the one who started this says on stdin: see crius.tools.bench.contestant."""
+    """Train in turns, as the process that started this one asks on stdin: see crius.tools.bench.contestant."""
     facts = facts_of(run, nproc, None)
     rules.check(facts)
     need_torch()
@@ -226,9 +228,9 @@ def contestant(
 
 
 def _timed(run: RunConfig, nproc: int) -> Facts:
-    """What is known of a run that is to be timed: its rules are checked, and its corpus is at hand."""
-    refuse_given(("job.run_dir", "job.name"), "a run that is timed leaves no folder")
-    refuse_given(("training.steps",), "as many steps are trained as are timed", "--rounds and --steps_per_round")
+    """Facts about a run to be timed: its rules are checked, and its corpus is ready."""
+    refuse_given(("job.run_dir", "job.name"), "a timed run leaves no folder")
+    refuse_given(("training.steps",), "the timed steps are the only ones", "--rounds and --steps_per_round")
     facts = facts_of(run, nproc, None)
     rules.check(facts)
     need_torch()
@@ -244,7 +246,7 @@ def _variant(base: RunConfig, flags: str, folder: Path) -> Facts:
     """The run of ``base`` with ``flags`` on top.
 
     Raises:
-        ConfigError: these are no flags of a run.
+        ConfigError: the flags are not flags of a run.
     """
     fix = 'flags of train, as --vs "--compile.enable"'
     try:
@@ -257,7 +259,7 @@ def _variant(base: RunConfig, flags: str, folder: Path) -> Facts:
     arguments = normalized_argv(["bench", "contestant", "--config", str(file), *command_line_flags(base), *given])
     command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
     if not given or command is not contestant or {"bare", "warmup"} & set(bound.arguments):
-        raise ConfigError(f"--vs {flags!r} names no flag of a run.", where="--vs", fix=fix)
+        raise ConfigError(f"--vs {flags!r} has no flag of a run.", where="--vs", fix=fix)
     return _timed(bound.arguments.get("run", RunConfig()), bound.arguments.get("nproc", 0))
 
 
@@ -267,7 +269,7 @@ def _degrees(run: RunConfig) -> list[str]:
 
 
 def _checked(run: RunConfig) -> Facts:
-    """What is known of a run that its rules let pass on any number of ranks, for nothing of it is started."""
+    """Facts about a run whose rules are checked for any number of ranks, because none of it is started."""
     facts = dataclasses.replace(facts_of(run, 0, None), is_dry=True)
     rules.check(facts)
     need_torch()

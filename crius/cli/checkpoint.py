@@ -26,7 +26,7 @@ Place = Annotated[
 ]
 _EXPECTED = re.compile(r"xxh3-128:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 _SHOWN = 20
-"""Damages of a checkpoint that are printed; --json has all."""
+"""Most damages of a checkpoint that are printed; --json has all."""
 
 
 @dataclasses.dataclass
@@ -83,7 +83,7 @@ def verify(
 ) -> int:
     """Read and hash every byte of one checkpoint, or of all of a run; name the file and the tensor of each damage.
 
-    Exit code 1 where anything is not as it was written.
+    Exit code 1 if any byte differs from what was written.
     """
     target = find_checkpoints(path)
     folder = target.folder
@@ -92,13 +92,13 @@ def verify(
         raise CheckpointError(f"there are no checkpoints in {folder.disk.where}.")
     if expect_manifest and not _EXPECTED.fullmatch(expect_manifest):
         raise ConfigError(
-            f"{expect_manifest!r} is no hash of a manifest.",
+            f"{expect_manifest!r} is not a hash of a manifest.",
             where="--expect_manifest",
             fix=f"{ALGORITHM}: and 32 hex digits, as crius checkpoint ls prints it, or sha256: and 64",
         )
     if expect_manifest and len(names) > 1:
         raise ConfigError(
-            f"--expect_manifest is about one checkpoint, {path} has {len(names)}.",
+            f"--expect_manifest is for one checkpoint, but {path} has {len(names)}.",
             where="command line",
             fix=f"crius checkpoint verify {folder.disk.where}/{names[-1]} --expect_manifest {expect_manifest}",
         )
@@ -109,7 +109,7 @@ def verify(
     else:
         for report in reports:
             _print_report(report)
-        emit(f"{num_damaged} of {len(reports)} damaged" if num_damaged else "every byte is what was written")
+        emit(f"{num_damaged} of {len(reports)} damaged" if num_damaged else "every byte is as it was written")
     return 1 if num_damaged else 0
 
 
@@ -119,23 +119,23 @@ def prune(
     *,
     keep_last: Annotated[int, Parameter(help="Newest checkpoints to keep, at least 2.")] = CheckpointConfig.keep_last,
     keep_every: Annotated[int, Parameter(help="Keep steps that are multiples of this. 0: none.")] = 0,
-    dry_run: Annotated[bool, Parameter(negative=(), help="Remove nothing, say what would be.")] = False,
+    dry_run: Annotated[bool, Parameter(negative=(), help="Remove nothing; print what would be removed.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove old checkpoints. Only those that can be loaded count, two of them always stay, and so do damaged ones."""
+    """Remove old checkpoints. Only loadable checkpoints count, two of them always stay, and damaged ones stay too."""
     target = find_checkpoints(path)
     if target.name:
-        raise ConfigError(f"{path} is one checkpoint.", where="command line", fix="give the folder that it is in")
+        raise ConfigError(f"{path} is one checkpoint.", where="command line", fix="give the folder that contains it")
     if keep_last < FEWEST or keep_every < 0:
         given = f"--keep_last {keep_last}" if keep_last < FEWEST else f"--keep_every {keep_every}"
         raise ConfigError(
             f"{given} is too few.",
             where="command line",
-            why="one checkpoint could turn out to be damaged, so two always stay; 0 is the least of --keep_every",
+            why="a checkpoint could turn out to be damaged, so two always stay; --keep_every is at least 0",
             fix=f"--keep_last {FEWEST}" if keep_last < FEWEST else "--keep_every 0",
         )
     folder = target.folder
-    # a run whose checkpoints lie elsewhere holds a lock there too
+    # a run whose checkpoints are elsewhere has a lock there too
     owned = target.run_dir or (Path(folder.disk.where) if folder.disk.is_local else None)
     held = run_lock(owned, "checkpoint prune") if owned and not dry_run else contextlib.nullcontext()
     with held:
@@ -161,25 +161,28 @@ def convert(
     source: Annotated[
         str, Parameter(help="Folder of a torch DCP checkpoint, or safetensors: a file, or a folder of them.")
     ],
-    target: Annotated[str, Parameter(help="Folder or URL of checkpoints to write it to, for --checkpoint.load_path.")],
+    target: Annotated[str, Parameter(help="Folder or URL of checkpoints to write to, for --checkpoint.load_path.")],
     *,
     rename: Annotated[
-        tuple[str, ...], Parameter(help="OLD=NEW: name of a parameter there and here, * for one part. Repeat for more.")
+        tuple[str, ...],
+        Parameter(help="OLD=NEW: name of a parameter in the source and in Crius, * for one part. Repeat it."),
     ] = (),
-    skip: Annotated[tuple[str, ...], Parameter(help="Keys to leave, as a pattern such as ema. Repeat for more.")] = (),
-    step: Annotated[int, Parameter(help="Step of the checkpoint. -1: the one that the source says.")] = -1,
+    skip: Annotated[
+        tuple[str, ...], Parameter(help="Keys to leave out, as a pattern such as ema. Repeat for more.")
+    ] = (),
+    step: Annotated[int, Parameter(help="Step of the checkpoint. -1: the step in the source.")] = -1,
     rotary_pairs: Annotated[
         int,
         Parameter(
-            help="Dims of a head, where the rotary embedding of the source turns pairs of dims (torchtitan, Meta): "
-            "rows of attention.wq and wk are put in the order of Crius and Hugging Face. 0: they are in it."
+            help="Dims of a head, if the rotary embedding of the source turns pairs of dims (torchtitan, Meta): "
+            "rows of attention.wq and wk are brought into the order of Crius and Hugging Face. 0: they are in it."
         ),
     ] = 0,
     as_json: Json = False,
 ) -> int:
-    """Import a checkpoint of torch's DCP or of safetensors. Nothing of it is executed, whatever it holds.
+    """Import a checkpoint of torch's DCP or of safetensors. No code in it is executed.
 
-    Exit code 1, and nothing written, where a key has no place in a Crius checkpoint and no --skip names it.
+    Exit code 1, and nothing is written, if a key has no place in a Crius checkpoint and no --skip names it.
     """
     from crius.tools.convert.convert import convert
 
@@ -191,13 +194,13 @@ def convert(
             f"{len(done.unknown)} keys of {source} have no place in a Crius checkpoint; nothing was written.",
             where=f"the first is {key}",
             why=done.unknown[0].reason,
-            fix=f"--rename '{key}=NAME', or leave it: --skip '{key}'",
+            fix=f"--rename '{key}=NAME', or leave it out: --skip '{key}'",
         )
     return 0
 
 
 def _row(folder: CheckpointFolder, name: str) -> _Row:
-    """What ``ls`` says of a checkpoint, or of what was left of one."""
+    """Row of ``ls`` for a checkpoint, or for the remains of one."""
     base = name.partition("/")[0]
     parsed = parse_folder(base)
     assert parsed is not None, "only folders with such names are listed"
@@ -228,7 +231,7 @@ def _row(folder: CheckpointFolder, name: str) -> _Row:
 
 
 def _verified(folder: CheckpointFolder, name: str, expected: str) -> dict[str, Any]:
-    """What ``verify`` says of a checkpoint."""
+    """Report of ``verify`` about a checkpoint."""
     began = time.monotonic()
     report: dict[str, Any] = {"checkpoint": name, "step": parse_step(name)}
     disk = folder.disk
@@ -242,7 +245,7 @@ def _verified(folder: CheckpointFolder, name: str, expected: str) -> dict[str, A
     own = f"{ALGORITHM}:{manifest.digest}"
     if expected not in ("", own, sha256):
         has = sha256 if expected.startswith("sha256") else own
-        found = [Damage(MANIFEST, "", f"is not the expected one: it has {has}, {expected} was expected")]
+        found = [Damage(MANIFEST, "", f"is not the expected manifest: it has {has}, expected is {expected}")]
     else:
         found = damages(disk, name, manifest) or _refused_state(folder, name, manifest)
     return {
@@ -258,7 +261,7 @@ def _verified(folder: CheckpointFolder, name: str, expected: str) -> dict[str, A
 
 
 def _refused_state(folder: CheckpointFolder, name: str, manifest: Manifest) -> list[Damage]:
-    """Why a resume would not take the state of a checkpoint in which every byte is right."""
+    """Why a resume would refuse the state of a checkpoint whose bytes are all right."""
     try:
         read_state(folder.disk, name.partition("/")[0], manifest)
     except CheckpointError as error:

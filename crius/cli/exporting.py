@@ -10,27 +10,28 @@ from crius.cli.app import Json, app, emit
 
 @app.command
 def export(
-    source: Annotated[str, Parameter(help="Run folder, one checkpoint, or folder of Hugging Face.")],
-    target: Annotated[str, Parameter(help="Folder to write; not there yet, or empty.")],
+    source: Annotated[str, Parameter(help="Run folder, one checkpoint, or Hugging Face folder.")],
+    target: Annotated[str, Parameter(help="Folder to write, new or empty.")],
     *,
     dtype: Annotated[
         Literal["", "float32", "bfloat16", "float16"],
-        Parameter(help="Of the weights. Empty: as they are in the checkpoint."),
+        Parameter(help="dtype of the weights. Empty: as in the checkpoint."),
     ] = "",
     step: Annotated[int, Parameter(help="Step of the checkpoint. -1: the newest whole one.")] = -1,
     format: Annotated[
         Literal["", "hf", "peft", "dcp"],
         Parameter(
             help="hf: a folder for transformers. peft: the adapters of a LoRA run alone, for PEFT. dcp: torch's DCP "
-            "with torchtitan's names. hf and dcp merge adapters into their base. Empty: peft of a LoRA run, else hf."
+            "with torchtitan's names. hf and dcp merge adapters into their base. Empty: peft for a LoRA run, else hf."
         ),
     ] = "",
     as_json: Json = False,
 ) -> int:
-    """Export the weights of a run as a folder that others load, of any layout, and prove it by reading it back.
+    """Export the weights of a run as a folder that other libraries load, from any layout, and prove it by reading it
+    back.
 
-    Every tensor is compared with the source bit by bit; where transformers is installed, its logits are compared too.
-    Where anything differs, nothing is written and the exit code is 1.
+    Every tensor is compared with the source bit by bit; if transformers is installed, its logits are compared too. If
+    anything differs, nothing is written and the exit code is 1.
     """
     from crius.tools.convert.exporting import export_model, open_source
 

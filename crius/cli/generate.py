@@ -10,7 +10,7 @@ from crius.tools.generate.settings import Settings, read_prompts
 
 @app.command
 def generate(
-    source: Annotated[str, Parameter(help="A run folder, a checkpoint, or a folder of Hugging Face.")],
+    source: Annotated[str, Parameter(help="A run folder, a checkpoint, or a Hugging Face folder.")],
     *,
     prompt: Annotated[
         tuple[str, ...], Parameter(help="Text to continue; repeat it for several.", allow_leading_hyphen=True)
@@ -18,7 +18,7 @@ def generate(
     prompt_file: Annotated[
         str,
         Parameter(
-            help="File with a prompt, a .jsonl file with one in each line, or - for standard input.",
+            help="File with one prompt, .jsonl file with one prompt per line, or - for standard input.",
             allow_leading_hyphen=True,
         ),
     ] = "",
@@ -27,7 +27,7 @@ def generate(
 ) -> int:
     """Continue prompts with a trained model, and print the text as it comes.
 
-    With --json a line for each prompt: text, tokens, their log-probabilities, why it ended, and tokens per second.
+    With --json one line per prompt: text, tokens, their log-probabilities, why it ended, and tokens per second.
     """
     settings.check()
     prompts = read_prompts(prompt, prompt_file)

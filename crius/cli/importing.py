@@ -17,10 +17,10 @@ def import_weights(
     *,
     as_json: Json = False,
 ) -> int:
-    """Import a model as a run folder, for --checkpoint.init_from. Nothing of it is executed, whatever it holds.
+    """Import a model as a run folder, for --checkpoint.init_from. No code in it is executed.
 
-    The weights keep their bits. Where a tensor does not fit the model that config.json says, all of those are named,
-    nothing is written and the exit code is 1.
+    The weights keep their bits. If tensors do not fit the model in config.json, all of them are named, nothing is
+    written and the exit code is 1.
     """
     from crius.tools.convert.importing import import_model
 

@@ -1,4 +1,4 @@
-"""The last lines of ``crius train``: what it left, and commands that go on from there and work as they are printed."""
+"""The last lines of ``crius train``: what it left, and commands that continue from there and work as printed."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from crius.redact import redact
 from crius.train.inputs import checkpoint_folder
 
 _LEFT = ("metrics.jsonl", "summary.json", "run.toml", "report.html", "logs/")
-"""What a run leaves in its folder, where that can be written."""
+"""Files that a run leaves in its folder, if they can be written."""
 
 _PROMPT = ("--prompt", "def ", "--temperature", "0.7")
 _CHAT = ("--chat", "--prompt", "Hi", "--temperature", "0.7")
@@ -32,13 +32,13 @@ _SHARD = "parallelism.data_parallel_shard_degree"
 
 
 def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int) -> None:
-    """Print where the run and its newest checkpoint are, and what to type next.
+    """Print where the run and its newest checkpoint are, and commands to type next.
 
     Args:
         facts: of the run.
-        folder: of the run.
-        placement: of this process; None: started here.
-        code: exit code of the run; after a failure only what is saved is told.
+        folder: folder of the run.
+        placement: place of this process; None: started here.
+        code: exit code of the run; after a failure only the saved step is printed.
     """
     run, has_failed = facts.config, bool(code) and code not in STOPPED
     if has_failed and not (run.checkpoint.is_enabled and (folder / "run.toml").exists()):
@@ -49,7 +49,7 @@ def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int)
     emit(f"saved: {saved or 'nothing'}")
     if code:
         if saved:
-            emit(f"go on from there: {continued(run, folder, placement)}")
+            emit(f"continue from there: {continued(run, folder, placement)}")
     elif run.model.flavor == "debug" and placement is None:
         rows = list(_next_commands(facts, folder))
         width = max(len(what) for what, _ in rows)
@@ -62,23 +62,23 @@ def _steps(run: RunConfig, folder: Path) -> list[int]:
 
 
 def _saved(run: RunConfig, folder: Path) -> str:
-    """The newest step that the run has saved, in words; empty where it has saved none."""
+    """The newest saved step of the run, in words; empty if none is saved."""
     place = checkpoint_folder(run, folder)
     try:
         steps = _steps(run, folder)
-    except CriusError as error:  # the run is over, and its exit code is known
+    except CriusError as error:  # the run has ended, and its exit code is known
         return f"in {redact(place)}, which cannot be listed now: {redact(error.what)}"
     return f"step {steps[-1]} in {redact(place)}/{step_name(steps[-1])}" if steps else ""
 
 
 def continued(run: RunConfig, folder: Path, placement: Placement | None, *more: str) -> str:
-    """The command that goes on with the run, for a shell.
+    """The command that continues the run, for a shell.
 
     Args:
         run: the run.
-        folder: of the run.
-        placement: of this process; None: started here.
-        more: flags beside those of this command.
+        folder: folder of the run.
+        placement: place of this process; None: started here.
+        more: flags in addition to those of this command.
     """
     flags = [*more, *([] if _is_named(run) else ["--job.run_dir", str(folder)])]
     if placement is None:
@@ -91,7 +91,7 @@ def continued(run: RunConfig, folder: Path, placement: Placement | None, *more: 
 
 
 def command(*more: str) -> str:
-    """This command with flags on top, for a shell; of a flag that is given twice the last one counts."""
+    """This command with flags on top, for a shell; if a flag is given twice, the last one counts."""
     return _joined([*_program("train"), *_flags(*more)])
 
 
@@ -104,7 +104,7 @@ def _is_named(run: RunConfig) -> bool:
 
 
 def _keeps_own(run: RunConfig) -> bool:
-    """Whether the same run in another folder starts anew: its checkpoints, if any, lie in its run folder."""
+    """Whether the same run in another folder starts from step 0: its checkpoints, if any, are in its run folder."""
     folder = Path(checkpoint_folder(run, Path("run")))
     return not run.checkpoint.is_enabled or (folder.is_relative_to("run") and ".." not in folder.parts)
 
@@ -114,7 +114,7 @@ def _script() -> str:
 
 
 def _program(verb: str) -> list[str]:
-    """How this program is started with another verb."""
+    """Words that start this program with another verb."""
     if _script() == "crius":
         is_on_path = shutil.which("crius") == os.path.abspath(sys.argv[0])
         return ["crius" if is_on_path else sys.argv[0], verb]
@@ -127,11 +127,11 @@ def _joined(words: list[str]) -> str:
 
 
 def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
-    """Commands that a new user may want, and what they do."""
+    """Commands that a new user may want, with their purpose."""
     run = facts.config
     flags = [flag for flag in _flags() if flag != "--strict"]
     show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
-    done = 0  # may be more than was asked, where an earlier start went further
+    done = 0  # may be more than this command asked for, if an earlier start went further
     with contextlib.suppress(CriusError):
         done = max(_steps(run, folder), default=0)
     longer = "--training.steps", str(2 * max(run.training.steps, done))
@@ -156,7 +156,7 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _workers(facts: Facts) -> tuple[int, list[str]]:
-    """More workers than one on which the run is possible, and the flags for them; 0 where there are none."""
+    """A number of workers above one that the run allows, and the flags for it; 0 if there is none."""
     for number in (4, 2) if facts.num_ranks == 1 else ():
         placed = replace_fields(facts.config, {_SHARD: number})
         more = dataclasses.replace(facts, config=placed, num_ranks=number, local_ranks=number, asked_ranks=0)

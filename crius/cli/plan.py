@@ -45,26 +45,26 @@ if TYPE_CHECKING:
 
 DEFAULT_GPU = "h100"
 DEFAULT_SEQ_LEN = 8192
-"""Of a plan that nobody gave a length: the context that Llama 3 was trained with (arXiv:2407.21783)."""
+"""Sequence length of a plan without one: the context that Llama 3 was trained with (arXiv:2407.21783)."""
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"training.mixed_precision_param": "float32"},
     "bfloat16": {"training.mixed_precision_param": "bfloat16"},
     "float8": {"training.mixed_precision_param": "bfloat16", "quantize.dense.float8.enable": True},
 }
-"""What ``--precision`` sets."""
+"""Settings that ``--precision`` stands for."""
 
 PLANNED = (
     *("model.", "training.mixed", "training.dtype", "optimizer.state_dtype", "optimizer.implementation"),
     *("training.device", "training.enable_cpu_offload", "quantize.dense.float8.enable"),
 )
-"""Beginnings of the settings that a plan rests on and its search does not choose."""
+"""Prefixes of settings that a plan depends on and its search does not choose."""
 
 UNPLANNED = tuple(
     f"parallelism.pipeline_parallel_{name}"
     for name in ("schedule_csv", "first_stage_less_layers", "last_stage_less_layers", "module_names_per_stage")
 )
-"""Settings of train that a plan knows nothing of."""
+"""Settings of train that a plan ignores."""
 
 SPLIT = "a plan splits the layers by their cost"
 
@@ -73,27 +73,27 @@ SPLIT = "a plan splits the layers by their cost"
 def plan(
     run: Run = RunConfig(),  # noqa: B008
     *,
-    gpus: Annotated[int | None, Parameter(help="How many. Without: those of --nodes, or 8.")] = None,
+    gpus: Annotated[int | None, Parameter(help="Number of GPUs. Not given: those of --nodes, or 8.")] = None,
     gpu: Annotated[
         str,
         Parameter(
-            help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100-80g; of --compare: its own."
+            help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100-80g; for --compare the run's."
         ),
     ] = "",
-    nodes: Annotated[int | None, Parameter(help="Whole nodes, in place of --gpus.")] = None,
+    nodes: Annotated[int | None, Parameter(help="Number of whole nodes, instead of --gpus.")] = None,
     precision: Annotated[
         Literal["", "float32", "bfloat16", "float8"],
-        Parameter(help="Of the matmuls. Empty: what the other flags say, bfloat16 on a GPU."),
+        Parameter(help="Precision of the matmuls. Empty: as in the other flags, bfloat16 on a GPU."),
     ] = "",
     recipe: Recipe = "",
     config: ConfigFiles = (),
     layout: Layout = "",
-    explain: Annotated[bool, Parameter(negative=(), help="Say how each choice was made, with all numbers.")] = False,
+    explain: Annotated[bool, Parameter(negative=(), help="Explain each choice, with all numbers.")] = False,
     check: Annotated[
         bool, Parameter(negative=(), help="Compare the plan with the dry run of the real code. Needs torch.")
     ] = False,
     validate: Annotated[
-        Path | None, Parameter(help="CSV file of measurements: judge the planner by its rows instead.")
+        Path | None, Parameter(help="CSV file of measurements: compare the planner with its rows instead.")
     ] = None,
     calibrate: Annotated[
         bool, Parameter(negative=(), help="Measure this machine instead, and write a hardware file.")
@@ -102,10 +102,10 @@ def plan(
     out: Annotated[Path | None, Parameter(help="The hardware file that --calibrate writes.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Find the layout that trains a model fastest on some GPUs, without any: memory, speed and the flags to take.
+    """Find the layout that trains a model fastest on some GPUs, without using any: memory, speed and the flags to give.
 
-    Takes the flags of train: what is given stays, what is left open is searched. --model, --flavor, --seq_len,
-    --global_batch_size and --local_batch_size are short for their dotted names. Exit code 1 where nothing fits.
+    Takes the flags of train: given settings stay, open settings are searched. --model, --flavor, --seq_len,
+    --global_batch_size and --local_batch_size are short for their dotted names. Exit code 1 if nothing fits.
     """
     modes = {"--validate": validate, "--calibrate": calibrate or None, "--compare": compare, "--check": check or None}
     given = [name for name, value in modes.items() if value is not None]
@@ -129,7 +129,7 @@ def plan(
 
 
 def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precision: str) -> "Case":
-    """What is asked: flags, recipe and files are fixed, what they leave open is searched."""
+    """The case to plan: settings of flags, recipe and files are fixed, open settings are searched."""
     from crius.tools.plan.hardware import hardware, shared
     from crius.tools.plan.legal import Case
     from crius.tools.plan.shapes import shape_named
@@ -138,7 +138,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     refuse_given(UNPLANNED, SPLIT)
     found = hardware(gpu)
     num_gpus, on_gpu = _count(gpus, nodes, found), found.generation != "cpu"
-    run = replace_fields(run, {"parallelism.auto": False})  # which is what a plan does anyway
+    run = replace_fields(run, {"parallelism.auto": False})  # a plan does that anyway
     run = _with_full_name(run)
     pinned = set(SOURCES.origins) & set(flatten(RunConfig())) - {"parallelism.auto"}
     changes: dict[str, Any] = dict(PRECISIONS.get(precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
@@ -147,7 +147,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     run = replace_fields(run, changes)
     machine = Machine(device="cuda" if on_gpu else "cpu", ranks=num_gpus)
     resolved = resolve(run, machine, rows_are_given=SOURCES.rows_are_given())
-    run = dataclasses.replace(resolved.config, parallelism=run.parallelism)  # its stages are searched
+    run = dataclasses.replace(resolved.config, parallelism=run.parallelism)  # the stages are searched
     facts = facts_of(run, 0, None, is_dry=True)
     problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
     problems += rules.sizes(facts)
@@ -165,7 +165,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
 
 
 def _with_full_name(run: RunConfig) -> RunConfig:
-    """``run``, where its model is named in one word that Crius has as a name and a flavor."""
+    """``run`` with a name and a flavor, if its model was named in one word that Crius splits into these."""
     from crius.tools.plan.shapes import trained_as
 
     if run.model.name in SPECS:
@@ -179,11 +179,11 @@ def _with_full_name(run: RunConfig) -> RunConfig:
 
 
 def _open_flavor(run: RunConfig, pinned: set[str]) -> Iterator[CriusError]:
-    """Nobody said which size of the model: the default is one for tests, which no GPU is bought for."""
+    """Error if the size of the model is open: the default is a model for tests, which nobody buys a GPU for."""
     if run.model.name in SPECS and "model.flavor" not in pinned:
         flavors = list(SPECS[run.model.name].flavors)
         yield ConfigError(
-            f"which size of {run.model.name} is not given.",
+            f"the size of {run.model.name} is not given.",
             where="--flavor",
             why="memory and speed depend on it, and the default of crius train, debug, is for tests",
             fix=f"--flavor with one of {', '.join(flavors)}, e.g. --flavor {flavors[len(flavors) // 2]}",
@@ -191,7 +191,7 @@ def _open_flavor(run: RunConfig, pinned: set[str]) -> Iterator[CriusError]:
 
 
 def _missing_precision(run: RunConfig, found: "Hardware", precision: str) -> Iterator[CriusError]:
-    """The GPU lacks the matmuls that are asked for: crius train emulates them, and no plan knows that speed."""
+    """Error if the GPU lacks the matmuls that are asked for: crius train emulates them, at an unknown speed."""
     missing = {"float8": not found.float8_flops, "mxfp8": not found.has_mxfp8}
     for kind, is_missing in missing.items():
         name = f"quantize.dense.{kind}.enable"
@@ -200,16 +200,16 @@ def _missing_precision(run: RunConfig, found: "Hardware", precision: str) -> Ite
             yield ConfigError(
                 f"{found.name} has no {kind} matmuls.",
                 where=f"--precision {kind}" if is_short else f"--{name} ({SOURCES.origin(name)})",
-                why="" if is_short else "crius train emulates them there, which gains nothing and is not planned",
+                why="" if is_short else "crius train emulates them there, which gains nothing and cannot be planned",
                 fix=f"{'--precision bfloat16' if is_short else f'leave out --{name}'}, or another --gpu",
             )
 
 
 def _count(gpus: int | None, nodes: int | None, found: "Hardware") -> int:
-    """GPUs that were asked for.
+    """Number of GPUs that were asked for.
 
     Raises:
-        ConfigError: a number below 1, or two that differ.
+        ConfigError: a number is below 1, or two numbers differ.
     """
     for name, count in (("gpus", gpus), ("nodes", nodes)):
         if count is not None and count < 1:
@@ -224,18 +224,18 @@ def _count(gpus: int | None, nodes: int | None, found: "Hardware") -> int:
 
 
 def _planned(case: "Case", *, check: bool) -> "Plan":
-    """The plan of ``case``, which is checked first."""
+    """The plan of ``case``, after its checks."""
     from crius.tools.plan.plan import check_case, make_plan
 
     if check and case.facts is None:
         raise ConfigError(
-            f"--check needs a model that Crius trains, and {case.shape.name} is not trainable yet.",
+            f"--check needs a model that Crius trains, but {case.shape.name} is not trainable yet.",
             where="--check",
             fix=f"leave out --check, or plan one of {', '.join(SPECS)}",
         )
     check_case(case, SOURCES.origin)
     plan = make_plan(case)
-    # those of a recipe or a file; on the command line they are refused
+    # settings of a recipe or a file; on the command line they are refused
     left_out = [f"--{name} ({SOURCES.origin(name)}) is not planned: {SPLIT}" for name in UNPLANNED if case.given(name)]
     return dataclasses.replace(plan, outside=[*plan.outside, *left_out])
 
@@ -260,7 +260,7 @@ def _recommend(
 def _impossible(
     plan: "Plan", gpu: str, precision: str, files: tuple[Path, ...], *, explain: bool
 ) -> tuple[dict[str, Any], list[str], int]:
-    """As data and as lines: nothing fits, and which commands plan what does; and the exit code."""
+    """The case that nothing fits, as data and as lines with the commands of plans that fit; and the exit code."""
     from crius.tools.plan.hardware import card_taken
     from crius.tools.plan.plan import alternatives, remedies_of
     from crius.tools.plan.render import impossible_data, impossible_lines
@@ -272,7 +272,7 @@ def _impossible(
 
 
 def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Path, ...]) -> str:
-    """The command that was given, changed to what ``one`` asks for."""
+    """The given command, changed to what ``one`` asks for."""
     from crius.tools.plan.render import flags
 
     given = {name for name, origin in SOURCES.origins.items() if origin == "command line"} - one.left_out
@@ -285,21 +285,21 @@ def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Pat
 
 
 def _sources(files: tuple[Path, ...]) -> list[str]:
-    """The recipe and the files of the command line, as they are typed."""
+    """The recipe and the files of the command line, as typed."""
     return [f"--recipe {SOURCES.recipe}"] * bool(SOURCES.recipe) + [
         f"--config {shlex.quote(str(file))}" for file in files
     ]
 
 
 def _settings(case: "Case", settings: dict[str, Any], files: tuple[Path, ...]) -> dict[str, Any]:
-    """What the command of a plan says beside its recipe and its files; without any ``crius train`` takes its own."""
+    """Settings in the command of a plan besides its recipe and files; without these ``crius train`` uses its own."""
     is_bare = not SOURCES.recipe and not files
     base = flatten(RunConfig()) | (recipe_settings(DEFAULT_RECIPE) if is_bare else {})
     planned = flatten(replace_fields(case.config, settings))
     rests_on = {name: value for name, value in planned.items() if name.startswith(PLANNED) and value != base[name]}
     elsewhere = {name for name, origin in SOURCES.origins.items() if origin != "command line"}
     ordered = sorted(settings | rests_on, key=list(planned).index)
-    untold = elsewhere if case.facts else elsewhere | {"model.name", "model.flavor"}  # no model that a run knows
+    untold = elsewhere if case.facts else elsewhere | {"model.name", "model.flavor"}  # not a model that a run knows
     return {name: planned[name] for name in ordered if name not in untold}
 
 
@@ -345,7 +345,7 @@ def _calibrate(out: Path | None, as_json: bool) -> int:
 
 
 def _compare(run_dir: Path, gpu: str, as_json: bool) -> int:
-    """What a finished run took, beside its plan."""
+    """The measurements of a finished run next to its plan."""
     from crius.tools.plan.compare import compare_run
     from crius.tools.plan.hardware import hardware
     from crius.train.inputs import describe_model

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 SHOWN_DECIDED = ("compile.enable", "activation_checkpoint.mode", "debug.deterministic")
-"""Settings of which ``config show`` prints what this machine makes of them, where they are not given."""
+"""Settings whose decided value ``config show`` prints if they are not given."""
 
 
 @config_app.command
@@ -73,7 +73,7 @@ def show(
     """Print every setting of a run, its value and where it came from. Takes the flags of train."""
     resolved = facts_of(run, nproc, None, is_dry=run.parallelism.auto)
     if run.parallelism.auto:
-        run = dataclasses.replace(resolved.config, data=run.data)  # a checkpoint may have the last word there
+        run = dataclasses.replace(resolved.config, data=run.data)  # a checkpoint may decide it
     decided = {name: value for name, value in flatten(resolved.config).items() if name in SHOWN_DECIDED}
     run = replace_fields(run, decided)
     values = _shown(flatten(run))
@@ -118,7 +118,7 @@ def config_of(place: str) -> RunConfig:
     path = Path(place) / "run.toml" if Path(place).is_dir() else Path(place)
     if place not in recipe_names() and not path.exists():
         raise ConfigError(
-            f"{place} is no run folder, no TOML file and no recipe.",
+            f"{place} is not a run folder, a TOML file or a recipe.",
             where="command line",
             fix=f"give a folder with a run.toml, a TOML file, or one of {', '.join(recipe_names())}",
         )
@@ -130,7 +130,7 @@ def run_of(*flags: str) -> RunConfig:
     """The settings of a run with these flags.
 
     Raises:
-        CycloptsError: they cannot be read.
+        CycloptsError: the flags cannot be read.
     """
     argv = normalized_argv(["config", "show", *flags])
     _, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
@@ -176,10 +176,10 @@ def prepare(
 
 
 def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
-    """Hold a corpus against the rules that a run of it is held against.
+    """Check a corpus by the rules of a run.
 
     Raises:
-        ConfigError: names all settings that do not go together, or do nothing.
+        ConfigError: lists all settings that exclude each other or have no effect.
     """
     run = RunConfig(data=data, tokenizer=tokenizer)
     values, defaults = flatten(run), flatten(RunConfig())
@@ -202,12 +202,12 @@ def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """End by an exception, so that what is half written and the processes that tokenise are removed."""
+    """End by an exception, so that half-written files and the processes that tokenise are removed."""
     raise SystemExit(128 + number)
 
 
 def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> list[str]:
-    """Flags with which ``crius train`` takes the folder ``out``: those that it needs, and no more."""
+    """Flags that ``crius train`` needs to read the folder ``out``, and no others."""
     from crius.errors import DataError
     from crius.train.inputs import open_run_corpus, resolve
 
@@ -236,7 +236,7 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
 def audit(run_dir: Path, *, as_json: Json = False) -> int:
     """Prove that a run, over all its restarts and numbers of ranks, trained on each sample exactly once.
 
-    RUN_DIR is the folder of the run. Exit code 1 where a sample was repeated or skipped, or a log is incomplete.
+    RUN_DIR is the folder of the run. Exit code 1 if a sample was repeated or skipped, or a log is incomplete.
     """
     from crius.tools.data_audit.audit import audit
 
@@ -255,21 +255,21 @@ def show_data(
     layout: Layout = "",
     nproc: NumProcesses = 0,
     sample: Annotated[tuple[int, ...], Parameter(help="Number of a sequence; repeat it for more.")] = (),
-    step: Annotated[int, Parameter(help="Show what this step trains on, or trained on; steps count from 1.")] = 0,
+    step: Annotated[int, Parameter(help="Show the sequences of this step; steps count from 1.")] = 0,
     as_json: Json = False,
 ) -> int:
-    """Print sequences as text in which one sees what is trained on: coloured on a terminal, else in brackets.
+    """Print sequences as text and mark what is trained on: coloured on a terminal, else in brackets.
 
-    PLACE is the folder of a run, a TOML file or a recipe. Without one the flags of train say which run is meant. A run
-    that logged its samples shows what a step was trained on; else it is what the step will be trained on. Without
-    --sample and --step: the first two.
+    PLACE is the folder of a run, a TOML file or a recipe. Without PLACE the flags of train describe the run. A run that
+    logged its samples shows the sequences that a step was trained on; other runs show the sequences that it will be
+    trained on. Without --sample and --step: the first two sequences.
     """
     run_dir = Path(place) if place and Path(place).is_dir() else None
     if place:
         given = [name for name, origin in SOURCES.origins.items() if origin == "command line" and "." in name]
         refuse_given([*given], f"{place} has all settings", "" if run_dir else f"--config {place} in place of {place}")
         run = config_of(place)
-    with contextlib.redirect_stderr(io.StringIO()):  # it tells what only training asks for
+    with contextlib.redirect_stderr(io.StringIO()):  # it prints lines that matter only for training
         facts = dataclasses.replace(facts_of(run, nproc, None, is_dry=True), is_dry=False)
     if problems := [problem for rule in (rules.ranges, *DATA_RULES) for problem in rule(facts)]:
         raise ConfigError.together(problems)
@@ -283,7 +283,7 @@ def show_data(
         emit(json.dumps({"step": step or None, "samples": found}))
         return 0
     for line in lines_of(shown, in_colour=takes_colour(sys.stdout)):
-        sys.stdout.write(line + "\n")  # printable already, but for the colours
+        sys.stdout.write(line + "\n")  # printable already, except for the colours
     return 0
 
 
@@ -297,7 +297,8 @@ def doctor(
     nproc: NumProcesses = 0,
     as_json: Json = False,
 ) -> int:
-    """Say what this machine has, what is missing and the exact line that installs it, and whether it holds a run.
+    """Show what this machine has, what is missing and the exact line that installs it, and whether a run fits its
+    memory.
 
     Takes the flags of train; the run is not started. Flags that cannot be read are refused as by any verb.
     """
@@ -314,15 +315,15 @@ def doctor(
 
 
 def _train_command() -> str:
-    """The command that starts the run that this one asks about."""
+    """The command that starts the run in question."""
     return shlex.join(["crius", "train", *(word for word in COMMAND[1:] if word != "--json")])
 
 
 def _examine_run(report: "Report", facts: Facts) -> None:
-    """Add to ``report`` whether this machine holds the run.
+    """Add to ``report`` whether this machine has the memory for the run.
 
     Raises:
-        CriusError: the run is not one.
+        CriusError: the run is not possible.
     """
     rules.check(facts)
     needed, there = _memory(facts, report.gpu_bytes)
@@ -335,19 +336,19 @@ def _examine_run(report: "Report", facts: Facts) -> None:
         values = flatten(facts.config)
         sizes = [part for name in names if _is_typed(name, values[name]) for part in flag(name, values[name])]
         plan = ["crius", "plan", *sizes, *imports()]
-        report.missing.append(f"memory for {line}, {gibibytes}: {shlex.join(plan)} says which GPUs hold it")
+        report.missing.append(f"memory for {line}, {gibibytes}: {shlex.join(plan)} shows which GPUs have it")
 
 
 def _is_typed(name: str, value: Any) -> bool:
-    """Whether a command for the same model has to say this setting of it."""
+    """Whether a command for the same model needs this setting."""
     origin = SOURCES.origin(name)
-    if name == "model.from_hf":  # of a run.toml, which has the sizes beside it
+    if name == "model.from_hf":  # in a run.toml, which has the sizes too
         return origin == "command line"
     return origin != "default" and not origin.endswith(OF_MODEL) and value not in (-1, "", None)
 
 
 def _memory(facts: Facts, gpu_bytes: int) -> tuple[float, float]:
-    """Bytes that the fullest rank of a run is planned to hold, and those that this machine has for each."""
+    """Bytes planned for the fullest rank of a run, and bytes that this machine has per rank."""
     from crius.tools.plan.memory import memory
     from crius.tools.plan.workload import from_config
 

@@ -61,9 +61,9 @@ def train(
     """Train a model.
 
     Without any flag: a small Llama 3 on the source of Python's standard library, on this machine's CPU or GPUs.
-    Settings come from defaults, then the recipe, then --config files, then flags. More processes than one are
-    started here when the parallel degrees ask for them; under torchrun or Slurm this process joins theirs.
-    --lr, --steps, --batch (the global one) and --seq_len are short for their dotted names.
+    Settings come from defaults, then the recipe, then --config files, then flags. If the parallel degrees need several
+    processes, they are started here; under torchrun or Slurm this process joins theirs. --lr, --steps, --batch (the
+    global one) and --seq_len are short for their dotted names.
     """
     from crius.launch.environment import joined_placement
 
@@ -73,7 +73,7 @@ def train(
     placement = joined_placement(os.environ)
     if placement and nproc and nproc != placement.world_size:
         raise ConfigError(
-            f"--nproc {nproc}, but {placement.launcher} started {placement.world_size} ranks.",
+            f"--nproc is {nproc}, but {placement.launcher} started {placement.world_size} ranks.",
             where="command line",
             fix="leave out --nproc",
         )
@@ -106,14 +106,14 @@ def prepared(run: RunConfig, nproc: int, placement: Placement | None) -> tuple[F
     from crius.train.inputs import saved_settings
 
     saved = saved_settings(facts.config, folder)
-    if saved is not None:  # dtype and document boundaries are those of the checkpoint
+    if saved is not None:  # dtype and document boundaries come from the checkpoint
         facts = facts_of(run, nproc, placement, saved=saved)
         rules.check(facts)
     return _with_epochs(facts), folder
 
 
 def _with_epochs(facts: Facts) -> Facts:
-    """``facts`` with the steps of the run; under ``training.epochs`` the corpus has to be opened for them."""
+    """``facts`` with the steps of the run; under ``training.epochs`` the corpus must be opened to know them."""
     if facts.config.training.epochs < 1:
         return facts
     from crius.train.inputs import open_run_data
@@ -122,7 +122,7 @@ def _with_epochs(facts: Facts) -> Facts:
 
 
 def run_tools() -> "Tools":
-    """What stands around a run: the planner, and faults that the environment asks for."""
+    """Functions around a run: the planner, and faults that the environment asks for."""
     from crius.tools.plan.watch import watch_plan
     from crius.train.tools import Tools
 
@@ -148,12 +148,12 @@ def _explain(story: "Story", what: str, said: str) -> OutOfMemoryError:
 
 
 def own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> list[RunLock]:
-    """Make the folders of a run its own while ``stack`` is open, and see whether it can go on from what is in them."""
+    """Lock the folders of a run while ``stack`` is open, and check whether it can resume from their contents."""
     from crius.launch.lock import run_lock
     from crius.train.inputs import check_resume, own_checkpoint_folder
     from crius.train.saving import check_space
 
-    locks = [stack.enter_context(run_lock(folder, "train"))]  # before anything of a run that is there is touched
+    locks = [stack.enter_context(run_lock(folder, "train"))]  # before any file of a run in the folder is touched
     checkpoints = own_checkpoint_folder(run, folder)
     if checkpoints and not checkpoints.resolve().is_relative_to(folder.resolve()):
         locks.append(stack.enter_context(run_lock(checkpoints, "train")))  # another run may have the same one
@@ -172,7 +172,7 @@ def _start(
 ) -> int:
     """Train in workers of this host, or in this process; returns the exit code.
 
-    Workers, also where one is enough, are what can be started again: a supervised run has them.
+    Only workers can be restarted, so a supervised run has workers even if one is enough.
     """
     from crius.launch.crew import Supervision
     from crius.launch.environment import single_placement
@@ -183,19 +183,19 @@ def _start(
 
     target = functools.partial(job.run, run, folder, STARTED, strict=strict, tools=run_tools())
     if placement is None and (num_ranks > 1 or run.checkpoint.is_supervised):
-        # without checkpoints on the way a restart would begin again at step 1: that is for a person to decide
+        # without checkpoints on the way a restart would begin again at step 1, which a person must decide
         launch = run.launch if run.checkpoint.is_supervised else dataclasses.replace(run.launch, max_restarts=0)
         supervision = Supervision(launch=launch, watchdog=run.watchdog, on_poll=lambda attempt, pids: keep_all(locks))
         code = run_workers(target, num_ranks, folder, supervision=supervision)
     else:
         with kept(locks):
             code = run_single(target, placement or single_placement(), folder, run.watchdog)
-    ignore_stop_signals()  # the code is known
+    ignore_stop_signals()  # the exit code is known
     return code
 
 
 def _end(facts: Facts, folder: Path, placement: Placement | None, code: int) -> int:
-    """Say what the run left and what to do next; returns the exit code."""
+    """Print what the run left and what to do next; returns the exit code."""
     from crius.cli.next_steps import say_next
     from crius.cli.report import write_last_report
     from crius.launch.report import leave
@@ -204,7 +204,7 @@ def _end(facts: Facts, folder: Path, placement: Placement | None, code: int) -> 
         write_last_report(facts.config, folder)
         try:
             say_next(facts, folder, placement, code)
-        except BrokenPipeError:  # the run is what it is
+        except BrokenPipeError:  # the run has ended all the same
             silence_stdout()
     if code and placement:
         leave(code)  # a normal exit would wait for peers that may be gone
@@ -223,7 +223,7 @@ def _check_options(nproc: int, strict: bool, dry_run: bool, shown: tuple[int, fl
 
 
 def _dry_run(run: RunConfig, nproc: int, rank: int, imbalance: float, as_json: bool) -> int:
-    """Build, lay out and step the model on tensors without memory, and say what a rank would hold and do."""
+    """Build, lay out and step the model on tensors without memory, and print the memory and the work of a rank."""
     facts = facts_of(run, nproc, None, is_dry=True)
     rules.check(facts)
     machine, hardware = place_of(facts)
@@ -236,7 +236,7 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, imbalance: float, as_json: b
     notes = [*report.notes, *([why] if why else [])]
     if machine.on_gpu:
         peak, whole = max(one.peak.total() for one in report.ranks), hardware.memory_bytes
-        eager = ", without what compiled blocks save" if run.compile.enable else ""
+        eager = ", without the savings of compiled blocks" if run.compile.enable else ""
         notes.append(f"{peak / whole:.0%} of the {whole / GIB:.0f} GiB of one {hardware.name} at the peak{eager}")
     report = dataclasses.replace(report, notes=notes)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))

@@ -26,7 +26,7 @@ from crius.errors import ConfigError
 Layouts = Annotated[
     str, Parameter(help="Layouts joined by commas, such as fsdp2_tp2,pp4+gpipe. Empty: a table of them.")
 ]
-MostRanks = Annotated[int, Parameter(help="Most ranks of a layout, where --layouts is not given.")]
+MostRanks = Annotated[int, Parameter(help="Most ranks of a layout, if --layouts is not given.")]
 Timeout = Annotated[int, Parameter(help="Seconds that one layout may take.")]
 
 
@@ -44,7 +44,7 @@ def parity(
 ) -> int:
     """Train layouts and one device on the same batches, and compare loss, gradient norm and weights.
 
-    Takes the flags of train. Exit code 1 where a layout is further away than the tolerance.
+    Takes the flags of train. Exit code 1 if a layout differs by more than the tolerance.
     """
     from crius.tools.verify.compare import parity
 
@@ -65,7 +65,7 @@ def init(
     timeout: Timeout = 300,
     as_json: Json = False,
 ) -> int:
-    """Start the weights on layouts and print a hash of each: the same for all. Takes the flags of train."""
+    """Start the weights on layouts and print a hash of each; all must be equal. Takes the flags of train."""
     from crius.tools.verify.init import init
 
     return init(
@@ -106,17 +106,17 @@ def resume(
     layouts: Annotated[
         str,
         Parameter(
-            help="Layouts joined by commas, such as fsdp2_ep2,tp2,1, that starts get in turn; losses may then differ "
-            "by a tolerance. Empty: always that of the run."
+            help="Layouts joined by commas, such as fsdp2_ep2,tp2,1, which the starts get in turn; losses may then "
+            "differ by a tolerance. Empty: always the layout of the run."
         ),
     ] = "",
     timeout: Annotated[int, Parameter(help="Seconds that each of the two runs may take.")] = 600,
     as_json: Json = False,
 ) -> int:
-    """Kill a run at given steps, let it go on from its checkpoints, and compare it with the run that is let be.
+    """Kill a run at given steps, let it resume from its checkpoints, and compare it with a run that is not killed.
 
-    Takes the flags of train, degrees and all. Exit code 1 where a loss, a gradient norm, weights, optimizer state or a
-    sample differs, to the last bit, or where a kill did not come.
+    Takes the flags of train, with all degrees. Exit code 1 if a loss, a gradient norm, weights, optimizer state or a
+    sample differs by a bit, or if a kill did not happen.
     """
     from crius.tools.verify.resume import resume
     from crius.tools.verify.starts import SET_BY_VERB
@@ -140,30 +140,30 @@ def chaos(
     recipe: Recipe = "",
     config: ConfigFiles = (),
     nproc: NumProcesses = 0,
-    kills: Annotated[int, Parameter(help="Times that a rank is killed.")] = 25,
-    seed: Annotated[int, Parameter(help="Of ranks, steps, phases and moments.")] = 1,
+    kills: Annotated[int, Parameter(help="Number of kills.")] = 25,
+    seed: Annotated[int, Parameter(help="Seed of the ranks, steps, phases and moments.")] = 1,
     steps: Annotated[int, Parameter(help="Steps to train.")] = 40,
     world_sizes: Annotated[
         str,
         Parameter(
-            help="Numbers of ranks joined by commas, one of which each start gets at random, as replicas and shards; "
-            "with --training.reproducible. Empty: always those of the run."
+            help="Numbers of ranks joined by commas; each start gets one at random, as replicas and shards. "
+            "With --training.reproducible. Empty: always those of the run."
         ),
     ] = "",
     layouts: Annotated[
         str,
         Parameter(
-            help="Layouts joined by commas, such as fsdp2_ep2,tp2, one of which each start gets at random; losses may "
-            "then differ by a tolerance. Empty: always that of the run."
+            help="Layouts joined by commas, such as fsdp2_ep2,tp2; each start gets one at random, and losses may "
+            "then differ by a tolerance. Empty: always the layout of the run."
         ),
     ] = "",
     timeout: Annotated[int, Parameter(help="Seconds that each of the two runs may take.")] = 1800,
     as_json: Json = False,
 ) -> int:
-    """Kill random ranks at random moments, start-up and save included, and compare with the run that is let be.
+    """Kill random ranks at random moments, in start-up and saves too, and compare with a run that is not killed.
 
-    Takes the flags of train, degrees and all. Exit code 1 where a loss, a gradient norm, weights, optimizer state or a
-    sample differs, to the last bit, where a kill did not come, or where a process is left.
+    Takes the flags of train, with all degrees. Exit code 1 if a loss, a gradient norm, weights, optimizer state or a
+    sample differs by a bit, if a kill did not happen, or if a process is left.
     """
     from crius.tools.verify.chaos import chaos
     from crius.tools.verify.starts import DATA_PARALLEL, SET_BY_VERB
@@ -172,7 +172,9 @@ def chaos(
     if world_sizes:
         refuse_given(DATA_PARALLEL, "--world_sizes sets them")
         if nproc:
-            raise ConfigError("--nproc with --world_sizes.", where="command line", fix="leave out --nproc")
+            raise ConfigError(
+                "--nproc and --world_sizes exclude each other.", where="command line", fix="leave out --nproc"
+            )
     return chaos(
         facts_of(run, nproc, None),
         _folder_of_starts(run, nproc, layouts),
@@ -201,15 +203,15 @@ def precision(
     ] = "",
     steps: Annotated[int, Parameter(help="Steps to train.")] = 200,
     layout: Annotated[str, Parameter(help="Layout that trains, such as fsdp2; 1 is one device.")] = "1",
-    tolerance: Annotated[float, Parameter(help="Greatest gap of the loss at the end, as a share of it.")] = 0.02,
+    tolerance: Annotated[float, Parameter(help="Largest difference of the final loss, as a share of it.")] = 0.02,
     plot: Annotated[str, Parameter(help="PNG file of the curves. Empty: precision.png in the run folder.")] = "",
     timeout: Annotated[int, Parameter(help="Seconds that one format may take.")] = 1800,
     as_json: Json = False,
 ) -> int:
     """Train one run in bfloat16 and in each low precision, and compare the loss curves: table, JSON and picture.
 
-    Takes the flags of train; training.mixed_precision_param is that of the reference and of all formats. Exit code 1
-    where a curve ends further away than the tolerance, or a format converted no linear layer.
+    Takes the flags of train; training.mixed_precision_param applies to the reference and to all formats. Exit code 1 if
+    a curve ends further away than the tolerance, or a format converted no linear layer.
     """
     from crius.tools.verify.precision import precision
 
@@ -231,7 +233,7 @@ def _verify_folder(run: RunConfig, instead: str = "--layouts, such as fsdp2_tp2 
     """The folder of the logs; refuses flags that a layout sets.
 
     Raises:
-        ConfigError: names them.
+        ConfigError: lists them.
     """
     set_by_layout = [*(name for name in flatten(run) if name.endswith("_degree")), "training.local_batch_size"]
     refuse_given(set_by_layout, "a layout sets all degrees and the microbatches", instead)
@@ -239,20 +241,20 @@ def _verify_folder(run: RunConfig, instead: str = "--layouts, such as fsdp2_tp2 
 
 
 def _folder_of_starts(run: RunConfig, nproc: int, layouts: str) -> Path:
-    """The folder of the logs; refuses what ``layouts`` set, where there are any.
+    """The folder of the logs; if there are ``layouts``, refuses flags that they set.
 
     Raises:
-        ConfigError: names it.
+        ConfigError: lists them.
     """
     if not layouts:
         return _folder(run)
     if nproc:
-        raise ConfigError("--nproc with --layouts.", where="command line", fix="leave out --nproc")
+        raise ConfigError("--nproc and --layouts exclude each other.", where="command line", fix="leave out --nproc")
     return _verify_folder(run, "--layouts")
 
 
 def _folder(run: RunConfig) -> Path:
-    """The folder of the logs, once torch is there and has what the run saves of activations."""
+    """The folder of the logs, after a check that torch is installed and has the ops that the run keeps results of."""
     need_torch()
     check_save_ops(run)
     return run_dir(run, None)

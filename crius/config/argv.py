@@ -1,4 +1,4 @@
-"""A command line in the spelling that cyclopts takes."""
+"""A command line, rewritten as cyclopts expects it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from crius.config.toml_file import flatten
 
 
 def normalized_argv(argv: Sequence[str]) -> list[str]:
-    """``argv`` as cyclopts takes it.
+    """``argv`` as cyclopts expects it.
 
-    torchtitan's flag names are replaced, ``--flag true`` is joined to ``--flag=true``, and of a flag that is given
-    more than once the last one stays, so that a script can append to common flags. Flags that take lists collect.
+    torchtitan's flag names are replaced, and ``--flag true`` is joined to ``--flag=true``. If a flag is given more than
+    once, the last one stays, so that a script can append to common flags. Flags that take lists collect all values.
     """
     options = {
         "recipe": "",
@@ -26,7 +26,7 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
     defaults: dict[str, Any] = flatten(RunConfig()) | options
     aliases = ALIASES | _short_forms(argv[0] if argv else "")
     out: list[str] = []
-    last: dict[str, int] = {}  # where in ``out`` each flag that takes one value stands
+    last: dict[str, int] = {}  # index in ``out`` of each flag that takes one value
     for token in argv:
         if out and out[-1] == "--vs":  # its value is flags
             out[-1] += f"={token}"
@@ -48,7 +48,7 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
 
 
 def _short_forms(verb: str) -> dict[str, str]:
-    """Short names of flags that ``verb`` takes; those of ``verify`` have ``--steps`` themselves."""
+    """Short names of flags of ``verb``; the verbs of ``verify`` have a ``--steps`` of their own."""
     if verb not in ("train", "plan", "config", "data", "verify", "bench", "doctor", "sweep"):
         return {}
     short = {name: flag for name, flag in SHORT.items() if verb != "verify" or name != "steps"}
@@ -56,7 +56,7 @@ def _short_forms(verb: str) -> dict[str, str]:
 
 
 def _forget(out: list[str], last: dict[str, int], setting: str, default: Any) -> None:
-    """Take the earlier ``setting`` and its value out of ``out``."""
+    """Remove the earlier ``setting`` and its value from ``out``."""
     start = last.pop(setting)
     has_value = "=" not in out[start] and not isinstance(default, bool) and start + 1 < len(out)
     count = 2 if has_value and not out[start + 1].startswith("--") else 1

@@ -1,4 +1,4 @@
-"""What differs between the settings of a checkpoint and those of the run that goes on from it, and what that means."""
+"""Differences between the settings of a checkpoint and those of the run that resumes from it, and their effect."""
 
 import json
 import shlex
@@ -42,8 +42,8 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     ("compile.*", "warn"),
     ("*", "free"),  # layout, reports and all that no curve depends on
 )
-"""What a changed setting means; the first pattern that fits. ``refuse``: the curve would not be that of the run any
-more. ``warn``: the curve changes, as it may be meant to. ``free``: it stays, up to the order of sums."""
+"""Effect of a changed setting; the first pattern that fits counts. ``refuse``: it would not be the same curve any more.
+``warn``: the curve changes, which may be intended. ``free``: the curve stays, up to the order of sums."""
 
 
 SHAPES = (
@@ -52,27 +52,28 @@ SHAPES = (
     *("model.num_experts", "model.expert_ffn_dim"),
     *("lora.rank", "lora.targets"),
 )
-"""Of weights: a checkpoint of others cannot be read, whoever allows it."""
+"""Settings that decide which weights a model has. A checkpoint of other weights cannot be read, so no flag allows
+it."""
 
 
 FIRST_BOUNDARIES: dict[str, Any] = {"data.add_bos": False, "data.add_eos": True}
-"""The rule of checkpoints that lack these settings. With the document mask it was another one: positions restarted
-behind the end of a document, which saw the next document's first token as its label."""
+"""Values of these settings in checkpoints that lack them. With the document mask such a checkpoint had another rule:
+positions restarted after the end of a document, and that end saw the next document's first token as its label."""
 
 
 TAKEN_OVER = ("data.add_bos", "debug.deterministic")
-"""Settings that a resume takes from the checkpoint where they are not set, as ``train.inputs.resolve`` does."""
+"""Settings that a resume takes from the checkpoint if they are not set, as ``train.inputs.resolve`` does."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs.
+    """A setting that differs between a checkpoint and the run that resumes from it.
 
     Attributes:
         name: dotted field.
-        old: value in the checkpoint; None where it is not set there, or not known.
-        new: value now; None where it is not set, or not known to this version.
-        kind: what it means.
+        old: value in the checkpoint; None if it is not set or not known there.
+        new: value now; None if it is not set, or not known to this version.
+        kind: effect of the change.
     """
 
     name: str
@@ -85,10 +86,10 @@ class Change:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The differences of two flat configs, in the order of the new one, settings that only one knows included.
+    """The differences between two flat configs, in the order of the new one, with settings that only one of them has.
 
-    A setting of today that an older checkpoint lacks had there what is its default today, or ``FIRST_BOUNDARIES``. One
-    of ``TAKEN_OVER`` that the new one leaves open, as None, is no difference.
+    If an older checkpoint lacks a setting, its value there counts as ``FIRST_BOUNDARIES``, or else as today's default.
+    A setting of ``TAKEN_OVER`` that is None in the new config is not a difference.
     """
     defaults, plain_old, plain_new = (json.loads(json.dumps(dict(one))) for one in (flatten(RunConfig()), old, new))
     missing = {name: defaults[name] for name in plain_new if name in defaults and name not in FIRST_BOUNDARIES}
@@ -97,7 +98,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     plain_old = missing | plain_old
     names = [*plain_new, *(name for name in plain_old if name not in plain_new)]
     if all(isinstance(epochs := one.get("training.epochs"), int) and epochs > 0 for one in (plain_old, plain_new)):
-        names = [name for name in names if name != "training.steps"]  # it is what the epochs come to
+        names = [name for name in names if name != "training.steps"]  # follows from the epochs
     return [
         Change(name, plain_old.get(name), plain_new.get(name), kind_of(name))
         for name in names
@@ -107,7 +108,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def kind_of(name: str) -> Kind:
-    """What a change of a setting means."""
+    """Effect of a change of the setting ``name``."""
     return next(kind for pattern, kind in KINDS if fits(pattern, name))
 
 
@@ -116,11 +117,11 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
 
     Args:
         found: from ``changes``.
-        allowed: patterns of settings that may change all the same.
+        allowed: patterns of settings that may change.
         where: the checkpoint.
 
     Raises:
-        ConfigError: names all of them, old and new.
+        ConfigError: lists all refused changes, with old and new value.
     """
     patterns = tuple(allowed)
     refused = [
@@ -128,12 +129,12 @@ def check_changes(found: Iterable[Change], allowed: Iterable[str], where: str) -
     ]
     if not refused:
         return
-    # another fingerprint of the data, which a refused setting of data brings, is allowed under the name data
+    # a refused setting of data also changes the fingerprint of the data, which is allowed under the name data
     sections = ("data" if change.name.startswith("data.") else change.name for change in refused)
     allow = f", or {shlex.join(flag('checkpoint.allow_changes', list(dict.fromkeys([*patterns, *sections]))))}"
     back = shlex.join(part for change in refused if change.old is not None for part in flag(change.name, change.old))
     raise ConfigError(
-        f"the run cannot go on from its checkpoint with {'another setting' if len(refused) == 1 else 'other settings'}:"
+        f"the run cannot resume from its checkpoint with {'this change' if len(refused) == 1 else 'these changes'}:"
         + "".join(f"\n  {_plain(change.name)}: {_shown(change.old)} -> {_shown(change.new)}" for change in refused),
         where=where,
         why="it would not be the same run any more",
@@ -149,12 +150,12 @@ def _shown(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """``text``, which may be a stranger's, without line breaks and what else acts on a terminal."""
+    """``text``, which may be a stranger's, without line breaks and other characters that act on a terminal."""
     return text if text.isprintable() else ascii(text)
 
 
 def flag(name: str, value: Any) -> list[str]:
-    """What sets ``name``, a dotted field, to ``value`` on the command line."""
+    """Flags that set ``name``, a dotted field, to ``value`` on the command line."""
     if isinstance(value, bool):
         section, _, field = name.rpartition(".")
         return [f"--{section}.{field if value else f'no_{field}'}"]

@@ -1,4 +1,4 @@
-"""What is trained and validated on: sections of ``RunConfig``."""
+"""Training and validation data: sections of ``RunConfig``."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens")
 
 
 def check_source(name: str, where: str) -> None:
-    """Raise ConfigError where ``data.source`` is none of ours, nor of an installed package."""
+    """Raise ConfigError if ``data.source`` is neither one of Crius's sources nor one of an installed package."""
     if name in SOURCES:
         return
     known = list(dict.fromkeys([*SOURCES, *plugins.installed(plugins.DATA)]))
@@ -26,34 +26,37 @@ def check_source(name: str, where: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The corpus and how it is read."""
+    """The corpus, and how it is read."""
 
     source: str = "stdlib"
-    """What kind of data. stdlib: the source text of the running Python's standard library, nothing to download. text:
-    files, one document each. jsonl: files with one JSON object a line, plain, .gz or .zst. parquet: files with one row
-    each (needs ``pip install crius[chat]``, as .zst does). huggingface: a streamed dataset (needs ``pip install
-    crius[huggingface]``). tokens: a folder written by ``crius data prepare``. Installed packages may add kinds of
-    files: docs/plugins.md."""
+    """Kind of data. stdlib: the source text of the running Python's standard library; nothing is downloaded. text:
+    files, each file is one document. jsonl: files with one JSON object per line, plain, .gz or .zst. parquet: files
+    with one document per row (needs ``pip install crius[chat]``, as .zst does). huggingface: a streamed dataset (needs
+    ``pip install crius[huggingface]``). tokens: a folder written by ``crius data prepare``. Installed packages may add
+    sources: docs/plugins.md."""
 
     format: Literal["documents", "chat"] = "documents"
-    """What a row is. documents: a text, all of which is trained on. chat: a conversation, which becomes a text by the
-    chat template of the tokenizer; what the assistant says is trained on. For jsonl and parquet: docs/chat_data.md."""
+    """Meaning of a row. documents: a row is a text, and the model is trained on all of it. chat: a row is a
+    conversation. The tokenizer's chat template turns it into a text, and the model is trained on what the assistant
+    says. Only for jsonl and parquet: docs/chat_data.md."""
 
     columns: tuple[str, ...] = ()
-    """chat: the column (key of a row) with the messages, or those with the prompt and with the completion. Left out:
-    messages, conversations, or prompt and completion (or names as clear as that), whatever the rows have."""
+    """chat: the column (key of a row) that holds the messages, or the two columns that hold the prompt and the
+    completion. Left out: messages, conversations, or prompt and completion (or names as clear as these), whichever the
+    rows have."""
 
     train_on: Literal["all", "last"] = "all"
-    """chat: which turns of the assistant are trained on. The rest of a conversation is only read."""
+    """chat: which turns of the assistant the model is trained on. It reads the rest of the conversation without being
+    trained on it."""
 
     train_on_end_of_turn: bool = True
-    """chat: predict the token that ends a turn, such as <|im_end|>, after what is trained on. no_train_on_end_of_turn:
-    the model learns nothing about when to stop."""
+    """chat: train the model to predict the token that ends a turn, such as <|im_end|>. With no_train_on_end_of_turn the
+    model does not learn when to stop."""
 
     path: tuple[str, ...] = ()
     """Files, folders, globs, or the name of a dataset. text, jsonl, parquet: files, globs and folders (repeat the flag
-    for more); of a folder all .txt, .jsonl (also .jsonl.gz and .jsonl.zst) or .parquet files in it and its subfolders.
-    huggingface: the dataset's name or folder. tokens: the folder. stdlib takes none."""
+    for more). A folder stands for all .txt, .jsonl (also .jsonl.gz and .jsonl.zst) or .parquet files in it and in its
+    subfolders. huggingface: the dataset's name or folder. tokens: the folder. stdlib takes no path."""
 
     text_field: str = "text"
     """jsonl, parquet, huggingface: the key or column that holds the document."""
@@ -65,34 +68,37 @@ class DataConfig:
     """huggingface: the split to train on."""
 
     virtual_shards: int = 8
-    """huggingface: the stream is read as this many shards with a cursor each, whatever the number of ranks. The
-    data-parallel ranks must divide it."""
+    """huggingface: number of shards that the stream is read as, each with a cursor of its own. It does not depend on
+    the number of ranks, but the number of data-parallel ranks must divide it."""
 
     add_bos: bool | None = None
-    """Start each document with the tokenizer's BOS token, which is never a label. Left out: where the tokenizer itself
-    puts a BOS in front of a text (its post-processor, or add_bos_token of tokenizer_config.json); a run that resumes
-    keeps the rule that it began with. Without a BOS a document starts with the end-of-document token."""
+    """Start each document with the tokenizer's BOS token, which is never a label. Left out: on if the tokenizer itself
+    puts a BOS in front of a text (by its post-processor, or by add_bos_token of tokenizer_config.json); a resumed run
+    keeps the choice of its first start. Without a BOS a document starts with the end-of-document token."""
 
     add_eos: bool = True
-    """Predict the end-of-document token after the last token of each document. no_add_eos predicts nothing there."""
+    """Train the model to predict the end-of-document token after the last token of each document. With no_add_eos the
+    last token has no label."""
 
     packing: bool = True
-    """chat: fill each sequence with whole conversations, first-fit, none of which sees another; that takes
-    model.attention_mask document. no_packing gives each conversation a sequence of its own, padded to
-    training.seq_len: mostly padding where conversations are short."""
+    """chat: fill each sequence with whole conversations (first-fit). They do not see each other, which needs
+    model.attention_mask document. no_packing gives each conversation a sequence of its own, padded to training.seq_len:
+    if conversations are short, most of it is padding."""
 
     too_long: Literal["truncate", "drop"] = "truncate"
-    """chat: what becomes of a conversation with more than training.seq_len tokens. truncate keeps its first ones and
-    trains on what is to be predicted among them; drop leaves it out. The log has the number."""
+    """chat: how to treat a conversation with more than training.seq_len tokens. truncate: keep its first seq_len tokens
+    and train on the assistant's tokens among them. drop: leave the conversation out. The log says how many there
+    are."""
 
     shuffle: bool = True
-    """Visit the sequences of an indexed corpus in a random order, a new one each epoch. Streams are not shuffled."""
+    """Read the sequences of an indexed corpus in random order, with a new order in each epoch. Streams are not
+    shuffled."""
 
     cache_dir: str = ""
-    """Where tokenised corpora are kept. Empty: crius/ below XDG_CACHE_HOME or ~/.cache."""
+    """Folder of tokenised corpora. Empty: crius/ in XDG_CACHE_HOME, or in ~/.cache."""
 
     prefetch: int = 2
-    """Batches prepared ahead by a background thread. 0 prepares each one when it is asked for."""
+    """Batches that a background thread prepares ahead. 0: each batch is prepared when the step asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +106,13 @@ class TokenizerConfig:
     """Text to token ids."""
 
     path: str = "byte"
-    """What makes tokens of text. byte: one token a byte and one for the end of a document, 257 in all. Else a Hugging
-    Face tokenizer.json, or a folder that holds one (needs ``pip install crius[huggingface]``). A file of sentencepiece,
-    tiktoken or tekken, or a folder that holds one, is converted once, into the cache (needs ``pip install
+    """The tokenizer. byte: one token per byte and one for the end of a document, 257 in all. Otherwise a Hugging Face
+    tokenizer.json, or a folder with such a file (needs ``pip install crius[huggingface]``). A sentencepiece, tiktoken
+    or tekken file, or a folder with such a file, is converted once, into the cache (needs ``pip install
     crius[tokenizers]``)."""
 
     eos_token: str = ""
-    """Token that ends a document. Empty: the first of the usual names that the tokenizer has."""
+    """Token that ends a document. Empty: the first of the usual names that the tokenizer knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +123,22 @@ class ValidationConfig:
     """Steps between validations; the last step always validates. 0 turns validation off."""
 
     num_samples: int = 128
-    """Sequences that are scored, the same ones every time and under every layout. At most what is held out."""
+    """Sequences that are scored, the same ones at every validation and under every layout. At most all held-out
+    sequences are scored."""
 
     fraction: float = 0.02
     """Share of the corpus that is never trained on: its end, or for huggingface one document in 1 / fraction. It is
-    held out also where ``interval`` is 0, so that validation has no effect on training. Unused where ``path`` is
-    given. 0 trains on everything."""
+    held out even if ``interval`` is 0, so that validation does not change training. No effect if ``path`` is given. 0:
+    train on everything."""
 
     path: tuple[str, ...] = ()
-    """Validate on this data, of the same kind as ``data.source``, instead of holding out a part of the training data.
-    huggingface: a split of the dataset, for example validation. NAME=PATH puts it into the set NAME, which is scored
-    and reported on its own (repeat the flag for more)."""
+    """Validate on this data instead of holding out a part of the training data. Its kind is that of ``data.source``.
+    huggingface: a split of the dataset, for example validation. NAME=PATH puts the data into the validation set NAME,
+    which is scored and reported separately (repeat the flag for more)."""
 
     @property
     def sets(self) -> dict[str, tuple[str, ...]]:
-        """Paths of each set by its name. Without names one set, whose name is empty, also where nothing is given."""
+        """Paths of each set by its name. Without names there is one set, whose name is empty, also without a path."""
         sets: dict[str, tuple[str, ...]] = {}
         for written in self.path:
             name, path = match.groups() if (match := SET.fullmatch(written)) else ("", written)

@@ -1,4 +1,4 @@
-"""``Facts``: what the rules between sections look at: a resolved run, its models and its machine."""
+"""``Facts``: input of the rules between sections: a resolved run, its models and its machine."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from crius.errors import ConfigError, CriusError
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(Resolved):
-    """A resolved run, and what else the rules need to know.
+    """A resolved run, and the other facts that the rules need.
 
     Attributes:
-        origin: where the value of a dotted field came from, as a phrase.
-        specs: the models by name (``crius.models.spec.ModelSpec``).
-        num_ranks: processes the run will have.
-        asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 when the degrees decide.
-        asked_by: who fixed them, as a phrase.
+        origin: gives the source of the value of a dotted field, as a phrase.
+        specs: models by name (``crius.models.spec.ModelSpec``).
+        num_ranks: processes that the run will have.
+        asked_ranks: processes that ``--nproc``, torchrun or Slurm fixed; 0 if the degrees decide.
+        asked_by: phrase that says who fixed them.
         num_gpus: GPUs that torch can use on this machine.
         num_cores: CPU cores of this machine.
         local_ranks: processes on this machine.
-        is_dry: nothing is started: one process stands for any number of ranks.
+        is_dry: whether nothing is started, and one process stands for any number of ranks.
     """
 
     origin: Callable[[str], str]
@@ -36,12 +36,12 @@ class Facts(Resolved):
 
     @property
     def plan(self) -> Any:
-        """The model's sharding plan (``crius.models.plan.ShardingPlan``); None where there is no such model."""
+        """The model's sharding plan (``crius.models.plan.ShardingPlan``); None if there is no such model."""
         return self.model.plan if self.model else None
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Fields of the model's config that tensor parallelism splits, query heads first, then key/value heads."""
+        """Fields of the model's config that tensor parallelism splits: query heads first, then key/value heads."""
         return self.plan.heads if self.plan else ()
 
     @property
@@ -70,12 +70,12 @@ Rule = Callable[[Facts], Violations]
 
 
 def without_effect(facts: Facts, rows: Iterable[tuple[str, str, str]], why: str = "") -> Violations:
-    """Errors about settings that are on the command line and do nothing in this run.
+    """Errors about settings on the command line that have no effect in this run.
 
     Args:
         facts: of the run.
-        rows: of each such setting its name, with or without dashes, the end of the sentence, and what to type instead.
-        why: of all of them.
+        rows: for each such setting its name, with or without dashes, the end of the sentence, and what to type instead.
+        why: reason for all rows.
     """
     for shown, reason, fix in rows:
         name = shown.removeprefix("--")

@@ -50,18 +50,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lora": {"lora.rank": 4},
     **{base: {"lora.rank": 4, "lora.base": base} for base in ("int8", "nf4")},
 }
-"""What each option behind a ``+`` sets."""
+"""Settings of each option behind a ``+``."""
 
 NUMBERED: dict[str, tuple[dict[str, Any], str]] = {
     "selective": ({"activation_checkpoint.mode": "selective"}, "activation_checkpoint.selective_option"),
     "reshard": ({}, "parallelism.reshard_after_forward_mode"),
 }
-"""Options that end in a number: what they set beside it, and the field that the number is for."""
+"""Options that end in a number: the settings that they fix, and the field that gets the number."""
 
 OTHER_LOSS = ("document", "float8", "float8_rowwise", "mxfp8", "lora", "int8", "nf4")
-"""Options that change what is computed, not only where and when."""
+"""Options that change the results of the computation, not only its place and time."""
 
-# term to the degrees that its numbers are, in canonical order
+# each term and the degrees that its numbers set, in canonical order
 _TERMS: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
     "ddp": ("dp_replicate",),
@@ -77,11 +77,11 @@ _EXAMPLES = "1, fsdp8, hsdp2x4, pp2_fsdp2_tp2, cp2_accum4 or pp4+zbv_zero_bubble
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of the mesh axes, outermost first, microbatches and options; every number is at least 1.
+    """Degrees of the mesh axes, outermost first, with microbatches and options. Every number is at least 1.
 
     Attributes:
-        ep: of expert parallelism, which lies within the other axes and adds no ranks.
-        accum: microbatches a step; under a pipeline, times the fewest that keep its schedule busy.
+        ep: degree of expert parallelism, which lies within the other axes and adds no ranks.
+        accum: microbatches per step; under a pipeline, in multiples of the fewest that keep its schedule busy.
         options: names as in ``OPTIONS`` and ``NUMBERED``, in the order given.
     """
 
@@ -112,22 +112,22 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Axis name to degree, outermost first; that of experts is the last."""
+        """Axis name to degree, outermost first; the degree of expert parallelism is the last."""
         return {axis: getattr(self, axis) for axis in DEGREES}
 
     @property
     def num_ranks(self) -> int:
-        """Processes it runs on."""
+        """Processes that the layout needs."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def fsdp(self) -> int:
-        """Ranks that weights are split over by FSDP: those of a sequence too."""
+        """Ranks that FSDP splits weights over, including the ranks that share a sequence."""
         return self.dp_shard * self.cp
 
     @property
     def efsdp(self) -> int:
-        """Ranks that the experts of one rank are split over by FSDP: all that have the layer, but for replicas."""
+        """Ranks that FSDP splits the experts of one rank over: all ranks with the layer, except replicas."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
@@ -141,14 +141,14 @@ class Layout:
         return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if axis != "ep")
 
     def settings(self) -> dict[str, Any]:
-        """Dotted fields of a run that the degrees and options set, and to what."""
+        """Dotted fields that the degrees and options set, with their values."""
         found: dict[str, Any] = {DEGREES[axis]: degree for axis, degree in self.degrees.items()}
         for option in self.options:
             found |= option_changes(option, str(self))
         return found
 
     def __str__(self) -> str:
-        """As it is spelled everywhere, such as ``pp2_hsdp2x2_tp2``; ``1`` for one device."""
+        """Spelling of the layout, such as ``pp2_hsdp2x2_tp2``; ``1`` for one device."""
         data = "hsdp" if min(self.dp_replicate, self.dp_shard) > 1 else "ddp" if self.dp_replicate > 1 else "fsdp"
         terms = []
         for term, names in _TERMS.items():
@@ -165,7 +165,7 @@ def parse_layout(text: str) -> Layout:
     ``cpN``, ``ppN``, ``epN``, ``accumN``. Options follow, each behind a ``+``.
 
     Raises:
-        ConfigError: names the term or option that is none, or that is said twice.
+        ConfigError: a term or an option is unknown, or is given twice; the message names it.
     """
     terms, *options = text.strip().split("+")
     degrees: dict[str, int] = {}
@@ -195,11 +195,11 @@ def parse_layout(text: str) -> Layout:
 
 
 def option_changes(option: str, layout: str = "") -> dict[str, Any]:
-    """Dotted fields that ``option`` sets, and to what.
+    """Dotted fields that ``option`` sets, with their values.
 
     Args:
         option: without its ``+``.
-        layout: where it was found, for the error.
+        layout: the layout that has the option, for the error.
 
     Raises:
         ConfigError: there is no such option.
@@ -214,13 +214,13 @@ def option_changes(option: str, layout: str = "") -> dict[str, Any]:
 
 
 def apply_layout(config: RunConfig, layout: Layout) -> RunConfig:
-    """``config`` on ``layout``: all degrees are the layout's, and so is the number of microbatches; the rest stays.
+    """``config`` on ``layout``: degrees and number of microbatches are the layout's, all other settings stay.
 
-    The global batch stays as well, and is split into that many microbatches. Where it is -1 it becomes what
-    ``config.batch.batch_sizes`` finds for so many microbatches.
+    The global batch stays too, and is split into that many microbatches. If it is -1, it becomes the batch that
+    ``config.resolve.batch_sizes`` finds for so many microbatches.
 
     Raises:
-        LayoutError: the global batch does not split so; or the schedule file cannot be read.
+        LayoutError: the global batch does not split like this, or the schedule file cannot be read.
     """
     placed = replace_fields(config, layout.settings())
     pieces = batch_unit(config, layout)
@@ -230,7 +230,7 @@ def apply_layout(config: RunConfig, layout: Layout) -> RunConfig:
     if total % pieces:
         above = -(-total // pieces) * pieces
         raise LayoutError(
-            f"global_batch_size {total} is no multiple of {layout.batch} data-parallel ranks x "
+            f"global_batch_size {total} is not a multiple of {layout.batch} data-parallel ranks x "
             f"{pieces // layout.batch} microbatches of {layout}.",
             why="every microbatch of every rank has as many sequences",
             fix=f"--training.global_batch_size {above}, or another accumN",
@@ -240,7 +240,7 @@ def apply_layout(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 def batch_unit(config: RunConfig, layout: Layout) -> int:
-    """What the global batch must be a multiple of: data-parallel ranks times microbatches of ``layout``.
+    """Unit of the global batch, which must be a multiple of it: data-parallel ranks times microbatches of ``layout``.
 
     Raises:
         LayoutError: the schedule file of ``config`` cannot be read.
@@ -256,9 +256,9 @@ def _nearest_term(term: str) -> str:
 
 def _unknown(kind: str, written: str, text: str, hint: str) -> ConfigError:
     names = ", ".join([*OPTIONS, *(f"{name}N" for name in NUMBERED)])
-    number = "; hsdp takes two numbers, as in hsdp2x4, the others one; none is 0" if written[:2].isalpha() else ""
+    number = "; hsdp takes two numbers, as in hsdp2x4, the others one, all above 0" if written[:2].isalpha() else ""
     return ConfigError(
-        f"{written or 'an empty ' + kind} is no {kind} of a layout{hint or '.'}",
+        f"{written or 'an empty ' + kind} is not a layout {kind}{hint or '.'}",
         where=f"the layout {text!r}" if text else "",
         why="a layout is degrees joined by _ and options behind +" if kind == "term" else "",
         fix=f"write for example {_EXAMPLES}{number}" if kind == "term" else f"options are {names}",
@@ -266,7 +266,7 @@ def _unknown(kind: str, written: str, text: str, hint: str) -> ConfigError:
 
 
 def spread_layout(named: Mapping[str, Argument]) -> Iterator[CriusError]:
-    """Give the degrees and options of the layout on the command line to their arguments, before files are read.
+    """Give the degrees and options of the layout on the command line to their arguments, before any file is read.
 
     Args:
         named: arguments by their flag.
@@ -283,7 +283,7 @@ def spread_layout(named: Mapping[str, Argument]) -> Iterator[CriusError]:
 
 
 def spread_microbatches(named: Mapping[str, Argument]) -> Iterator[CriusError]:
-    """Give the sizes of the batch that ``accumN`` of a layout means to their arguments, after files are read."""
+    """Give the batch sizes that ``accumN`` of a layout stands for to their arguments, after all files are read."""
     text = _layout_text(named)
     if "accum" not in text:
         return
@@ -295,7 +295,7 @@ def spread_microbatches(named: Mapping[str, Argument]) -> Iterator[CriusError]:
         yield error
         return
     except ValueError:
-        return  # reported as what it is
+        return  # reported elsewhere
     named["--training.global_batch_size"].tokens = []
     sizes = ("global_batch_size", "local_batch_size")
     yield from _give_layout(named, {f"training.{name}": getattr(placed.training, name) for name in sizes}, text)

@@ -26,27 +26,27 @@ from crius.errors import ConfigError, CriusError
 
 DEFAULT_RECIPE = "llama3_debug"
 VERIFY_RECIPE = "verify"
-"""What ``crius verify`` trains unless told otherwise."""
+"""Recipe that ``crius verify`` trains unless another is given."""
 PRECISION_RECIPE = "precision"
-"""What ``crius verify precision`` does: a run long enough to learn something."""
+"""Recipe of ``crius verify precision``: a run that is long enough to learn something."""
 
 TAKEN = (
     *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "rope_theta"),
     *("rope_scaling", "norm_eps", "tied_embeddings"),
 )
-"""Sizes that a file of ``model.from_hf`` gives, all of which the run.toml of its run has."""
+"""Sizes that a file of ``model.from_hf`` gives. The run.toml of such a run has all of them."""
 
 OF_EXPERTS = ("num_experts", "top_k", "expert_ffn_dim")
-"""Those that a model with experts has beside them."""
+"""Further sizes of a model with experts."""
 
 LENGTHS = ("training.steps", "training.epochs")
-"""Each says how long a run is: one in a stronger source stands for the other in a weaker one."""
+"""Settings of a run's length: one of them in a stronger source replaces the other in a weaker source."""
 FROM_HF = "--model.from_hf"
 OF_MODEL = " (model.from_hf)"
-"""How the origin of a value ends that ``model.from_hf`` gave."""
+"""End of the origin of a value that ``model.from_hf`` gave."""
 INIT_FROM = "--checkpoint.init_from"
 OF_WEIGHTS = " (checkpoint.init_from)"
-"""The same of what came with weights."""
+"""End of the origin of a value that came with weights."""
 CUSTOM = "custom"
 """The flavor without sizes of its own."""
 
@@ -64,19 +64,18 @@ def recipe_names() -> list[str]:
 
 
 class RunSources:
-    """A cyclopts config hook: fills what the command line left open from TOML and remembers where values came from.
+    """A cyclopts config hook: fills open settings from TOML, and records the origin of every value.
 
     Args:
-        spellings: dotted names of settings, and the values of each that are known; they are taken ignoring case.
-        read_model: reads ``model.from_hf``, for the model of a name if one is given, and says where the path came from:
-            the file, and values of the fields of ``[model]``. It raises ConfigError.
-        read_weights: gives the settings that weights at a path bring along, by dotted name; told the folder of the run,
-            if one is named, and where the path came from. It raises CriusError.
+        spellings: dotted names of settings, and the known values of each; case is ignored.
+        read_model: reads ``model.from_hf``: (path, name of the model or empty, origin of the path) to the file and
+            values of the fields of ``[model]``. Raises ConfigError.
+        read_weights: reads settings that come with weights: (path, run folder or empty, origin) to values by dotted
+            name. Raises CriusError.
 
     Attributes:
-        origins: dotted field name to a phrase such as ``command line`` or ``recipe llama3_debug``, of every value that
-            is not a default.
-        recipe: name of the recipe that was used; empty when only ``--config`` files were.
+        origins: dotted field name to a phrase such as ``recipe debug``, for every value that is not a default.
+        recipe: name of the recipe that was used; empty if only ``--config`` files were used.
     """
 
     def __init__(
@@ -92,32 +91,32 @@ class RunSources:
         self._model_file = ""
 
     def origin(self, name: str) -> str:
-        """Where the value of the dotted field ``name`` came from; ``default`` when nobody set it."""
+        """Origin of the value of the dotted field ``name``; ``default`` if no source set it."""
         return self.origins.get(name, "default")
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Called by cyclopts between reading the command line and converting values.
+        """Fill and check ``arguments``; cyclopts calls this before it converts values.
 
         Raises:
-            WrongSettings: some keys or values, of the files or of the command line, are wrong.
+            WrongSettings: some keys or values of the files or of the command line are wrong.
         """
         if problems := list(self._problems(commands, arguments)):
             raise WrongSettings(problems, arguments)
 
     def _problems(self, commands: Collection[str], arguments: ArgumentCollection) -> Iterator[CriusError]:
-        """Fill ``arguments``; yields what is wrong with the keys and values of files and command line."""
+        """Fill ``arguments``; yields the errors in keys and values of files and command line."""
         named = {argument.name: argument for argument in arguments}
         if "--recipe" not in named:
             return
         self.origins, self._model_file = {}, ""  # of this command line alone
         files = [token.value for token in named["--config"].tokens]
         recipes = [token.value for token in named["--recipe"].tokens]
-        if not recipes and "verify" in commands:  # below a --config too: what that leaves open stays small
+        if not recipes and "verify" in commands:  # also with a --config: settings that it leaves open stay small
             recipes = [PRECISION_RECIPE if "precision" in commands else VERIFY_RECIPE]
         elif not recipes and not files and "plan" not in commands:  # a plan is of a model, not of the debug run
             recipes = [DEFAULT_RECIPE]
         self.recipe = recipes[0] if recipes else ""
-        takes_layout = "verify" not in commands  # there it is another option
+        takes_layout = "verify" not in commands  # verify has a --layout of its own
         if takes_layout:
             yield from spread_layout(named)
         yield from self._spread_model(named, {})
@@ -138,7 +137,7 @@ class RunSources:
         named: Mapping[str, Argument],
         commands: Collection[str],
     ) -> Iterator[CriusError]:
-        """Give the settings of a file to the arguments that nothing has set yet; ``read`` gives its name and table."""
+        """Give the settings of a file to arguments that are not set yet; ``read`` returns its name and its table."""
         try:
             source, table = read()
         except ConfigError as error:
@@ -146,22 +145,22 @@ class RunSources:
             return
         settings, twice = _settings(table)
         for name in twice:
-            yield ConfigError(f"{name} is given twice, once under another spelling.", where=source, fix="keep one")
+            yield ConfigError(f"{name} is given twice, in two spellings.", where=source, fix="keep one")
         if settings.get("model.from_hf"):
             _leave_open(named)
         for name, other in (LENGTHS, LENGTHS[::-1]):
-            if f"--{other}" in named and named[f"--{other}"].tokens:  # of a stronger source
+            if f"--{other}" in named and named[f"--{other}"].tokens:  # set by a stronger source
                 settings.pop(name, None)
         yield from _fill(named, settings, source, is_read_only="config" in commands)
         yield from self._spread_model(named, settings)
 
     def _spread_model(self, named: Mapping[str, Argument], settings: Mapping[str, Any]) -> Iterator[CriusError]:
-        """Give what a ``model.from_hf`` stands for to the arguments of ``[model]`` that nothing has set yet.
+        """Give the values of the file of ``model.from_hf`` to arguments of ``[model]`` that are not set yet.
 
         Args:
             named: arguments by their flag.
-            settings: of the file that was read last. A run.toml says ``flavor custom`` and all sizes: the file that it
-                names is not read again.
+            settings: settings of the file that was read last. If it is a run.toml with ``flavor custom`` and all sizes,
+                the file of ``model.from_hf`` is not read again.
         """
         token = next(iter(named[FROM_HF].tokens), None) if FROM_HF in named else None
         if token is None or not token.value or self._model_file:
@@ -182,8 +181,8 @@ class RunSources:
         for field, one in said.items():
             if one and _plain(one.value) != _plain(found[field]):
                 yield ConfigError(
-                    f"model.{field} {one.value or ascii('')} is given beside model.from_hf {token.value}, "
-                    f"which is of {found['name']}, with sizes of its own.",
+                    f"model.{field} {one.value or ascii('')} conflicts with model.from_hf {token.value}, "
+                    f"a {found['name']} model with sizes of its own.",
                     where="command line" if one.source == "cli" else one.source,
                     fix=f"leave out model.{field}, or model.from_hf",
                 )
@@ -193,8 +192,8 @@ class RunSources:
             yield from _fill(named, values, f"{file}{OF_MODEL}", is_read_only=False)
 
     def _spread_weights(self, named: Mapping[str, Argument]) -> Iterator[CriusError]:
-        """Give the model and the tokenizer that ``checkpoint.init_from`` brings along to what nobody set: a recipe is
-        weaker. Under a flavor that was given its sizes are those of the flavor.
+        """Give the model and the tokenizer of ``checkpoint.init_from`` to arguments that are not set; a recipe is
+        weaker. If a flavor was given, the sizes are the flavor's.
         """
         token = next(iter(named[INIT_FROM].tokens), None) if INIT_FROM in named else None
         if token is None or not token.value:
@@ -217,12 +216,12 @@ class RunSources:
         yield from _fill(named, values, f"{token.value}{OF_WEIGHTS}", is_read_only=False)
 
     def rows_are_given(self) -> bool:
-        """Whether somebody gave ``model.vocab_size``, and not only ``model.from_hf`` or ``checkpoint.init_from``."""
+        """Whether a source other than ``model.from_hf`` and ``checkpoint.init_from`` gave ``model.vocab_size``."""
         origin = self.origin("model.vocab_size")
         return origin != "default" and not origin.endswith((OF_MODEL, OF_WEIGHTS))
 
     def _spelled(self, name: str, value: str) -> str:
-        """The known value of a setting that ``value`` is when case, ``-`` and ``_`` are ignored; empty: none."""
+        """The known value that equals ``value`` if case, ``-`` and ``_`` are ignored; empty if there is none."""
         known = self._spellings.get(name, ())
         if value in known or (name not in self._spellings and name not in plugins.GROUPS):
             return value if value in known else ""
@@ -236,7 +235,7 @@ class RunSources:
         )
 
     def _settle(self, argument: Argument, commands: Collection[str]) -> Iterator[CriusError]:
-        """Bring the value of ``argument`` into its one spelling and note its origin; yields what is wrong with it."""
+        """Rewrite the value of ``argument`` in its canonical spelling and record its origin; yields its errors."""
         name = argument.name.lstrip("-")
         source = argument.tokens[0].source
         self.origins[name] = source = "command line" if source == "cli" else source
@@ -259,7 +258,7 @@ class RunSources:
 
 
 def _leave_open(named: Mapping[str, Argument]) -> None:
-    """Forget sizes of a model that are -1, and a ``rope_scaling`` that is empty: they leave it to ``model.from_hf``."""
+    """Unset model sizes that are -1, and an empty ``rope_scaling``: these leave the value to ``model.from_hf``."""
     for name, argument in named.items():
         if argument.tokens and name.startswith("--model."):
             text = argument.tokens[0].value
@@ -276,7 +275,7 @@ def _config_file(path: str) -> tuple[str, dict[str, Any]]:
     """The name of a TOML file and its tables.
 
     Raises:
-        ConfigError: no such file, or not TOML; names the file and, where known, the line.
+        ConfigError: the file is missing or not TOML; the message names the file and, if known, the line.
     """
     file = Path(path)
     try:
@@ -285,7 +284,7 @@ def _config_file(path: str) -> tuple[str, dict[str, Any]]:
         what = f"{file} cannot be read: {error.strerror}."
         raise ConfigError(what, where="--config", fix="give a TOML file") from None
     except ValueError as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}.", fix="mend that line") from None
+        raise ConfigError(f"{file} is not valid TOML: {error}.", fix="correct that line") from None
 
 
 def recipe_settings(name: str) -> dict[str, Any]:
@@ -319,7 +318,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _settings(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Dotted names and values of ``table``, torchtitan's names replaced by ours, and names that are given again."""
+    """Dotted names and values of ``table``, by Crius's names; then the names that are given twice."""
     settings: dict[str, Any] = {}
     twice = []
     for written, value in _flat(table):
@@ -333,11 +332,11 @@ def _settings(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _fill(
     named: Mapping[str, Argument], settings: Mapping[str, Any], source: str, *, is_read_only: bool
 ) -> Iterator[CriusError]:
-    """Give each setting to its argument, unless a stronger source has spoken; yields what is wrong with it.
+    """Give each setting to its argument, unless a stronger source has set it; yields the errors of the settings.
 
-    A verb that ``is_read_only`` runs nothing: to it a setting that no file may give is worth a warning.
-    cyclopts' own ``Dict`` would drop a section that is called like a verb (``[data]``) and read ``no_enable = true``
-    as ``enable = true``.
+    A verb that ``is_read_only`` runs nothing, so a setting that only the command line may give causes a warning there.
+    cyclopts' own ``Dict`` would drop a section with the name of a verb (``[data]``) and read ``no_enable = true`` as
+    ``enable = true``.
     """
     fields = {name[2:]: argument for name, argument in named.items() if "." in name and not argument.children}
     strange = [name for name in settings if name not in fields]
@@ -358,8 +357,8 @@ def _fill(
             yield ConfigError(
                 f"{name} {value} is in a file, and only the command line may give it.",
                 where=source,
-                why="what lies in that folder is executed, and a file may be a stranger's",
-                fix=f"--{name} {shlex.quote(value)}, where you trust that folder",
+                why="code in that folder is executed, and a stranger may have written the file",
+                fix=f"--{name} {shlex.quote(value)}, if you trust that folder",
             )
             continue
         items = value if isinstance(value, list) else [value]
@@ -370,21 +369,21 @@ def _fill(
 
 
 def _wrong_number(argument: Argument, text: str) -> str:
-    """Why ``text`` is no integer where one is asked for: cyclopts rounds 1.5 to 2, and takes any number of digits."""
+    """Why ``text`` is not an integer, for an integer setting: cyclopts rounds 1.5 to 2, and takes many digits."""
     if int not in (argument.hint, *get_args(argument.hint)):
         return ""
     shown = f"{text[:40]}..." if len(text) > 40 else text
     try:
         value = float(text)
     except (ValueError, OverflowError):
-        return ""  # no number at all: a choice, or an error that cyclopts reports
+        return ""  # not a number: a choice, or an error that cyclopts reports
     if abs(value) >= 2**63:
         return f"{shown} does not fit into 64 bits."
-    return "" if value.is_integer() else f"{shown} is no whole number."
+    return "" if value.is_integer() else f"{shown} is not a whole number."
 
 
 def _canonical(value: str, hint: Any) -> str:
-    """``value`` in the spelling of the choice that it equals when case, ``-`` and ``_`` are ignored."""
+    """The choice that equals ``value`` if case, ``-`` and ``_`` are ignored; else ``value``."""
     plain = _plain(value)
     for choice in choices_of(hint):
         if plain == _plain(choice) or CHOICE_ALIASES.get(plain) == choice:

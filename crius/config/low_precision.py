@@ -1,4 +1,4 @@
-"""Which linear layers run in low precision, and why not the others: by name, shape and layout, without torch."""
+"""Which linear layers run in low precision, and why the others do not: by name, shape and layout, without torch."""
 
 import math
 import re
@@ -16,15 +16,15 @@ FLOAT8_BLOCK = 16
 """Dims of a float8 matmul are multiples of this: a row of 16 bytes, which ``torch._scaled_mm`` checks on a GPU."""
 
 MXFP8_BLOCK = 32
-"""Elements that share a scale (OCP Microscaling Formats 1.0, section 5.2). Every dim is contracted over in one of the
-three matmuls of forward and backward, so every dim consists of whole blocks."""
+"""Elements that share a scale (OCP Microscaling Formats 1.0, section 5.2). Each dim is contracted over in one of the
+three matmuls of forward and backward, so each dim must consist of whole blocks."""
 
 # Layers up to these sizes are slower in float8 than in bfloat16: torchao 0.18, torchao/float8/float8_linear_utils.py
 # (_auto_filter_for_tensorwise, _auto_filter_for_rowwise), measured on H100; the tables behind them are in
 # https://github.com/pytorch/ao/tree/main/torchao/float8#performance.
-TENSORWISE_SMALL_OUT, TENSORWISE_SMALL_IN = 1024, 4096  # small when both are
-ROWWISE_SMALL_OUT, ROWWISE_SMALL_IN = 2048, 1024  # small when either is
-ROWWISE_MODEST_OUT, ROWWISE_MODEST_IN = 4096, 2048  # small when both are
+TENSORWISE_SMALL_OUT, TENSORWISE_SMALL_IN = 1024, 4096  # small if both are
+ROWWISE_SMALL_OUT, ROWWISE_SMALL_IN = 2048, 1024  # small if either is
+ROWWISE_MODEST_OUT, ROWWISE_MODEST_IN = 4096, 2048  # small if both are
 
 LAYER_NUMBER = r"(?<=\.)\d+(?=\.|$)"
 """Pattern of a layer's number in a name."""
@@ -33,7 +33,7 @@ TOO_SMALL = "too small to gain"
 SENSITIVE = "sensitive"
 
 WHOLE_STYLES = ("router", "experts")
-"""Of modules that every rank has whole."""
+"""Styles of modules that every rank has whole."""
 
 # dim of the weight (out_features, in_features) that a tensor-parallel style splits
 _SPLIT_DIM = {"colwise": 0, "colwise_heads": 0, "logits": 0, "rowwise": 1}
@@ -41,15 +41,15 @@ _SPLIT_DIM = {"colwise": 0, "colwise_heads": 0, "logits": 0, "rowwise": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class LinearChoice:
-    """What becomes of one linear layer.
+    """Precision of one linear layer.
 
     Attributes:
         name: as in the model.
         shape: ``(out_features, in_features)`` of the whole layer.
-        local: what one rank multiplies, after tensor-parallel sharding; the largest, where the ranks' differ.
-        padded: ``local``, rounded up to whole blocks where zeros are padded; else ``local``.
-        is_converted: whether it runs in low precision.
-        reason: why it is kept; for a converted layer how it is padded, else empty.
+        local: shape that one rank multiplies after tensor-parallel sharding; the largest, if the ranks' shapes differ.
+        padded: ``local``, rounded up to whole blocks if it is padded with zeros; else ``local``.
+        is_converted: whether the layer runs in low precision.
+        reason: why a kept layer is kept; how a converted layer is padded, or empty.
     """
 
     name: str
@@ -66,35 +66,35 @@ def is_enabled(dense: DenseQuantizeConfig) -> bool:
 
 
 def kind(dense: DenseQuantizeConfig) -> Literal["float8", "mxfp8"]:
-    """Which low precision is enabled; only one is (see ``rules_quantize``)."""
+    """The low precision that is enabled; only one can be (see ``rules_quantize``)."""
     return "mxfp8" if dense.mxfp8.enable and not dense.float8.enable else "float8"
 
 
 def block(dense: DenseQuantizeConfig) -> int:
-    """What the dims of a matmul must be multiples of."""
+    """Unit of the dims of a matmul: each dim must be a multiple of it."""
     return MXFP8_BLOCK if kind(dense) == "mxfp8" else FLOAT8_BLOCK
 
 
 def split(name: str, plan: Any, num_kv_heads: int, degree: int) -> tuple[int, int]:
-    """Into how many parts tensor parallelism splits ``(out_features, in_features)`` of the linear layer ``name``.
+    """Number of parts that tensor parallelism splits ``(out_features, in_features)`` of the linear layer ``name`` into.
 
     Raises:
-        PlanError: nothing is known of how the style of its row in ``plan`` splits a linear layer.
+        PlanError: Crius does not know how the style of the layer's row in ``plan`` splits a linear layer.
     """
     return parts(plan.style_of(name), num_kv_heads, degree)
 
 
 def linear_choices(config: RunConfig, model: Any, plan: Any, *, accelerated: bool) -> list[LinearChoice]:
-    """All linear layers of the whole model, in its order, each with what becomes of it.
+    """All linear layers of the whole model, in its order, each with its precision.
 
     Args:
         config: the run.
         model: its ``crius.models.description.ModelDescription``.
         plan: its ``crius.models.plan.ShardingPlan``.
-        accelerated: whether the device has such matmuls; where they are emulated nothing gains.
+        accelerated: whether the device has low-precision matmuls; emulated ones gain no speed.
 
     Raises:
-        PlanError: nothing is known of how a style of the plan splits a linear layer.
+        PlanError: Crius does not know how a style of the plan splits a linear layer.
     """
     dense, degree = config.quantize.dense, config.parallelism.tensor_parallel_degree
     is_emulated = not accelerated or getattr(dense, kind(dense)).emulate
@@ -113,10 +113,10 @@ def linear_choices(config: RunConfig, model: Any, plan: Any, *, accelerated: boo
 
 
 def converts_output(choices: Iterable[LinearChoice], plan: Any) -> bool:
-    """Whether the output layer is among those in low precision.
+    """Whether the output layer runs in low precision.
 
     Args:
-        choices: of all linear layers of the model.
+        choices: all linear layers of the model.
         plan: its ``crius.models.plan.ShardingPlan``.
     """
     rows = [row for row, style in plan.tensor_parallel.items() if style == "logits"]
@@ -124,12 +124,12 @@ def converts_output(choices: Iterable[LinearChoice], plan: Any) -> bool:
 
 
 def indivisible(shape: tuple[int, int], parts: tuple[int, int], unit: int) -> str:
-    """Which dims of a rank's share are no multiples of ``unit``, with the sum; empty where all are.
+    """Dims of a rank's share that are not multiples of ``unit``, with the division; empty if there are none.
 
     Args:
         shape: ``(out_features, in_features)`` of the whole layer.
-        parts: into how many each of the two is split.
-        unit: what they must be multiples of.
+        parts: number of parts that each of the two dims is split into.
+        unit: unit of the dims.
     """
     return "; ".join(
         f"{side} {text}"
@@ -139,7 +139,7 @@ def indivisible(shape: tuple[int, int], parts: tuple[int, int], unit: int) -> st
 
 
 def summary(choices: Sequence[LinearChoice]) -> str:
-    """``56 converted, 1 kept: output (sensitive)``; layers that are kept for one reason are counted together."""
+    """``56 converted, 1 kept: output (sensitive)``; layers that are kept for the same reason are counted together."""
     kept: dict[str, list[str]] = {}
     for choice in choices:
         if not choice.is_converted:
@@ -203,8 +203,8 @@ def _choose(
 def _is_small(dense: DenseQuantizeConfig, local: tuple[int, int]) -> bool:
     """Whether a layer is slower in low precision, by torchao's measurements.
 
-    There are none of rowwise_with_gw_hp nor of MXFP8, which also scale along rows or parts of them: rowwise's hold.
-    rowwise_with_gw_hp gains at most what rowwise does, for one matmul of three stays as it is.
+    Nobody measured rowwise_with_gw_hp or MXFP8, which also scale along rows or parts of rows: the limits of rowwise are
+    used. rowwise_with_gw_hp gains at most as much as rowwise, because one of its three matmuls stays in high precision.
     """
     out_features, in_features = local
     if kind(dense) == "float8" and dense.float8.recipe == "tensorwise":
@@ -215,20 +215,20 @@ def _is_small(dense: DenseQuantizeConfig, local: tuple[int, int]) -> bool:
 
 
 def parts(style: str, num_kv_heads: int, degree: int) -> tuple[int, int]:
-    """Into how many parts a style splits ``(out_features, in_features)``.
+    """Number of parts that a style splits ``(out_features, in_features)`` into.
 
     Args:
-        style: the layer's row of the sharding plan; empty where it has none, and is not split.
-        num_kv_heads: key/value heads of the model; where they are fewer than the ranks, each rank computes one.
+        style: the layer's row of the sharding plan; empty if there is no row and the layer is not split.
+        num_kv_heads: key/value heads of the model; if there are fewer of them than ranks, each rank computes one.
         degree: tensor-parallel ranks.
 
     Raises:
-        PlanError: nothing is known of how the style splits a linear layer.
+        PlanError: Crius does not know how the style splits a linear layer.
     """
     if degree <= 1 or style in ("", *WHOLE_STYLES):
         return 1, 1
     if style not in _SPLIT_DIM:
-        what = f"which dim of a linear layer the style {style} splits is not known."
+        what = f"the style {style} does not say which dim of a linear layer it splits."
         raise PlanError(what, fix=f"add it to {__name__}, or use one of {', '.join(_SPLIT_DIM)}")
     count = min(degree, num_kv_heads) if style == "colwise_heads" else degree
     return (count, 1) if _SPLIT_DIM[style] == 0 else (1, count)
@@ -239,12 +239,12 @@ def _largest_share(shape: tuple[int, int], parts: tuple[int, int]) -> tuple[int,
 
 
 def _is_row(pattern: str, name: str) -> bool:
-    """Whether a pattern of a sharding plan, which is for whole names, fits."""
+    """Whether a pattern of a sharding plan, which stands for whole names, fits ``name``."""
     return pattern.count(".") == name.count(".") and fits(pattern, name)
 
 
 def _remainder(size: int, count: int, unit: int) -> str:
-    """``2256 / 8 = 282, 282 mod 16 = 10``; empty where every rank's share is a multiple of ``unit``."""
+    """``2256 / 8 = 282, 282 mod 16 = 10``; empty if every rank's share is a multiple of ``unit``."""
     most = -(-size // count)
     shares = (most, max(0, size - most * (count - 1)))  # of the first rank and of the last
     wrong = next((share for share in shares if share % unit), 0)
@@ -270,9 +270,7 @@ def _totals(choices: Sequence[LinearChoice]) -> str:
         extra = _weights(choice.padded for choice in padded) - _weights(choice.local for choice in padded)
         own = extra / _weights(choice.local for choice in padded)
         whole = extra / _weights(choice.local for choice in choices)
-        line += (
-            f"; padding adds {own:.1%} to the weights and FLOPs of {len(padded)} of them, {whole:.2%} to those of all"
-        )
+        line += f"; padding adds {own:.1%} to the weights and FLOPs of {len(padded)} of them, {whole:.2%} to all layers"
     return line
 
 

@@ -1,4 +1,4 @@
-"""Names of settings that people know from elsewhere, short forms, and the guess what a misspelt name was to be."""
+"""Names of settings that people know from other trainers, short forms, and guesses for misspelt names."""
 
 import contextlib
 import itertools
@@ -13,11 +13,11 @@ from crius.errors import ConfigError, CriusError
 
 
 class WrongSettings(ConfigError):
-    """Keys or values are wrong.
+    """Keys or values of a run are wrong.
 
     Attributes:
-        problems: one error for each.
-        arguments: of the command line.
+        problems: one error for each wrong key or value.
+        arguments: arguments of the command line.
     """
 
     def __init__(self, problems: list[CriusError], arguments: ArgumentCollection) -> None:
@@ -32,11 +32,11 @@ class WrongSettings(ConfigError):
 def explain(
     error: CycloptsError | WrongSettings, argv: Sequence[str] = (), parse: Callable[[list[str]], Any] | None = None
 ) -> CriusError:
-    """All that is wrong with a command line, as one error.
+    """All errors of a command line, as one error.
 
     Args:
-        error: what stopped the parsing of ``argv``.
-        argv: from ``normalized_argv``; empty where the error is not of the command line itself.
+        error: the error that stopped the parsing of ``argv``.
+        argv: from ``normalized_argv``; empty if the error is not about the command line itself.
         parse: reads a command line; raises an error such as ``error``.
     """
     return ConfigError.together(list(_mistakes(error, argv, parse)))
@@ -48,7 +48,7 @@ def _mistakes(
     if isinstance(error, UnusedCliTokensError):
         unused = " ".join(error.unused_tokens or ())
         fix = "repeat a flag for each of its values: --flag A --flag B"
-        yield ConfigError(f"{unused} belongs to no flag.", where="command line", fix=fix)
+        yield ConfigError(f"{unused} does not belong to a flag.", where="command line", fix=fix)
     elif isinstance(error, WrongSettings):
         yield from _unknown_flags(error.arguments, argv, argv)
         yield from error.problems
@@ -57,7 +57,7 @@ def _mistakes(
     else:
         yield conversion(error, error.command_chain or ())
     if parse and isinstance(error, MissingArgumentError) and error.keyword and error.keyword in argv:
-        rest = list(argv)  # cyclopts looked no further
+        rest = list(argv)  # cyclopts stops at the first error
         rest.remove(error.keyword)
         try:
             parse(rest)
@@ -84,7 +84,7 @@ def _is_number(text: str) -> bool:
 
 
 def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
-    """A value that is none of its kind, in one clear sentence; what cyclopts guesses is left out if it is no typo."""
+    """A value of the wrong kind, as one clear sentence; a guess of cyclopts is left out if it is not a typo."""
     error.verbose = False
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     guess = re.search(r' Did you mean "(.*?)"\?', text)
@@ -93,11 +93,11 @@ def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
         value = (error.unused_tokens or [""])[0]
     if guess and not nearest_typo(value, [guess[1]]):
         text = text.replace(guess[0], "")
-    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help all for what can be given")
+    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help all for the possible values")
 
 
 def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str = "train") -> ConfigError:
-    """An unknown flag (``--a.b``) or TOML key (``a.b``), with what stands for it, if anything does."""
+    """Error about an unknown flag (``--a.b``) or TOML key (``a.b``), with Crius's name for it, if there is one."""
     dashes = "--" if kind == "flag" else ""
     shown = written if written.isprintable() else ascii(written)
     instead, why = meant(written.removeprefix("--").replace("-", "_"), known)
@@ -105,7 +105,7 @@ def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str
         hint = f"{dashes}{instead}"
         return ConfigError(f"unknown {kind} {shown}, did you mean {hint}?", where=where, fix=f"write {hint}")
     if why:
-        return ConfigError(f"unknown {kind} {shown}: nothing stands for it.", where=where, why=why, fix="leave it out")
+        return ConfigError(f"unknown {kind} {shown}: Crius lacks it.", where=where, why=why, fix="leave it out")
     what = f"unknown {kind} {shown}: there is no such setting."
     return ConfigError(what, where=where, fix=f"crius {verb} --help all lists every flag")
 
@@ -150,8 +150,8 @@ PLAN_SHORT = {
     "local_batch_size": "training.local_batch_size",
 }
 
-# Names of torchtitan and Hugging Face whose meaning a setting of another name has: only suggested, never applied, for
-# the values may differ. A name without a section is meant in any.
+# Names of torchtitan and Hugging Face for which Crius has a setting of another name: only suggested, never applied, as
+# the values may differ. A name without a section stands for any section.
 MOVED = {
     "activation_checkpoint.selective_ac_option": "activation_checkpoint.selective_option",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
@@ -268,11 +268,11 @@ _MODEL = "the model decides it"
 _LOSS = "the output layer is split under tensor parallelism, and so is the loss"
 _VALIDATION = "validation takes the sequences and the microbatches of training"
 
-# Names of torchtitan and Hugging Face that nothing stands for, and what there is to know; ``section.*`` is all of it.
+# Names of torchtitan and Hugging Face without a counterpart in Crius, and the reason; ``section.*`` is a whole section.
 NOTHING = {
     "activation_checkpoint.early_stop": "torch's default is taken",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "activation_checkpoint.save_ops names ops",
-    "checkpoint.create_seed_checkpoint": "weights start alike on every layout, without a checkpoint",
+    "checkpoint.create_seed_checkpoint": "weights start the same on every layout, without a checkpoint",
     "checkpoint.enable_first_step_checkpoint": "the interval decides which steps are saved",
     "checkpoint.exclude_from_loading": "a checkpoint is loaded whole",
     "checkpoint.initial_load_in_hf": _INITIAL,
@@ -281,9 +281,9 @@ NOTHING = {
     **dict.fromkeys(("checkpoint.last_save_model_only", "checkpoint.model_weights_only"), _EXPORT),
     "comm.trace_buf_size": "the watchdog reports where each rank hangs",
     "compile.components": "the blocks are compiled; compile.loss adds the loss",
-    "dataloader_num_workers": "one thread reads ahead; data.prefetch is how far",
-    "fault_tolerance.*": "launch.max_restarts starts all ranks again from the newest checkpoint; none goes on alone",
-    "fp16": "float16 needs a loss scale, which there is not; bfloat16 needs none",
+    "dataloader_num_workers": "one thread reads ahead, by data.prefetch batches",
+    "fault_tolerance.*": "launch.max_restarts restarts all ranks from the newest checkpoint; none continues alone",
+    "fp16": "float16 needs a loss scale, which Crius lacks; bfloat16 needs none",
     "gradient_accumulation_steps": _ACCUMULATION,
     "import": "a configuration runs no code: --import MODULE on the command line, or CRIUS_IMPORT, names a module",
     "job.config_file": "the file is given as --config FILE",
@@ -295,23 +295,23 @@ NOTHING = {
     "metrics.save_for_all_ranks": "rank 0 writes the metrics, which are sums over all ranks",
     **dict.fromkeys(("lora.use_dora", "lora.dora", "use_dora"), "DoRA is not built; LoRA and rsLoRA are (lora.rslora)"),
     **dict.fromkeys(
-        ("lora.dropout", "lora_dropout"), "adapters have no dropout, whose numbers would depend on the layout"
+        ("lora.dropout", "lora_dropout"), "adapters have no dropout: its numbers would depend on the layout"
     ),
     **dict.fromkeys(("dpo.beta", "training.dpo", "dpo.enable"), "DPO is not built"),
     **dict.fromkeys(("decoder_sparse_step", "norm_topk_prob", "route_norm", "score_func", "norm_type"), _MODEL),
     **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor"), "no token is dropped, and nothing is padded"),
     "metrics.save_tb_folder": "TensorBoard's files are in the run folder",
-    "model.hf_assets_path": "tokenizer.path names a tokenizer, checkpoint.init_from weights",
+    "model.hf_assets_path": "tokenizer.path names a tokenizer, checkpoint.init_from names weights",
     "model.print_after_conversion": "the log says which layers are converted",
-    "model.use_flex_attn": "model.attention_mask and kernels.attention choose among the kernels there are",
+    "model.use_flex_attn": "model.attention_mask and kernels.attention choose among the kernels",
     "optimizer.early_step_in_backward": "gradients are clipped by their global norm, which is known after the backward",
     **dict.fromkeys(("parallelism.disable_loss_parallel", "training.enable_loss_parallel"), _LOSS),
     "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",
-    "parallelism.expert_tensor_parallel_degree": "tensor parallelism splits no expert, only what is around them",
+    "parallelism.expert_tensor_parallel_degree": "tensor parallelism splits the layers around the experts only",
     "profiling.save_traces_folder": "traces are in the run folder",
     "push_to_hub": "nothing is uploaded",
     "quantize.grouped_mm.*": "experts are computed in training.mixed_precision_param: float8 and MXFP8 are for linears",
-    "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is what is fast",
+    "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is the fast way",
     "training.gc_debug": "training.gc_interval sets how often garbage is collected",
     **dict.fromkeys(("validation.local_batch_size", "validation.seq_len", "per_device_eval_batch_size"), _VALIDATION),
     "warmup_ratio": "lr_scheduler.warmup_steps is a number of steps",
@@ -319,21 +319,21 @@ NOTHING = {
 
 
 _NO_TYPOS = {"float16"}
-"""Names that are near to another one, and mean something else."""
+"""Names that are near to a setting's but mean something else."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``, did you mean X?`` for the known name that ``name`` is a typo of, or an empty string."""
+    """``, did you mean X?`` if ``name`` is a typo of the known name X; else empty."""
     near = nearest_typo(name, known)
     return f", did you mean {near}?" if near else ""
 
 
 def nearest_typo(name: str, known: Iterable[str]) -> str:
-    """The known name that differs from ``name`` by its case or by at most two typed characters; empty without one.
+    """The known name that differs from ``name`` by its case or by at most two typed characters; empty if there is none.
 
-    Short names (of the last part) differ by less: up to seven characters by one, up to two by none. Where the last part
-    is right, two typed characters may be wrong in the sections, in those of up to four characters one. A number in
-    front is a size, and another size is no typo: ``80b`` is not ``70b``.
+    Short last parts of a name may differ by less: those of up to seven characters by one, of up to two by none. If the
+    last part is right, the sections may differ by two characters; sections of up to four characters by one. A number in
+    front is a size, and another size is not a typo: ``80b`` is not ``70b``.
     """
     words = {word.lower(): word for word in known}
     written = name.lower()
@@ -359,7 +359,7 @@ def _leading_number(word: str) -> str:
 
 
 def _edits(a: str, b: str) -> int:
-    """Insertions, deletions, replacements and swaps of neighbours that make ``b`` of ``a``."""
+    """Number of insertions, deletions, replacements and swaps of neighbours that turn ``a`` into ``b``."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, start=1):
@@ -372,16 +372,17 @@ def _edits(a: str, b: str) -> int:
 
 
 def meant(name: str, known: Iterable[str]) -> tuple[str, str]:
-    """What an unknown setting may have been meant to be.
+    """The setting that an unknown name stands for.
 
     Args:
         name: dotted, with underscores.
         known: dotted names of all settings.
 
     Returns:
-        The setting to write instead, with a value where that matters, and why there is none; of both at most one.
+        The setting to write instead, with a value if that matters; and why there is no such setting. At least one of
+            the two is empty.
     """
-    name = name.removeprefix("quantize.linear.")  # torchtitan's newer name of its float8 and mx
+    name = name.removeprefix("quantize.linear.")  # torchtitan's newer name for its float8 and mx
     names, (section, _, leaf) = list(known), name.rpartition(".")
     sections = (f"{outer}.*" for outer in itertools.accumulate(section.split("."), "{}.{}".format))
     for key in (name, leaf, *sections):

@@ -10,7 +10,7 @@ from typing import Literal
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether the parts of ``pattern`` are neighbouring parts of ``name``; ``*`` is anything within one part.
+    """Whether the parts of ``pattern`` are neighbouring parts of ``name``; ``*`` stands for anything within one part.
 
     ``wk``, ``attention.wk``, ``layers.0`` and ``layers.*.attention`` all fit ``layers.0.attention.wk``.
     """
@@ -25,7 +25,7 @@ def fits_any(patterns: Iterable[str], name: str) -> str:
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
-    """The pattern that was most likely meant by one that fits none of ``names``; empty where none is near."""
+    """The pattern that was most likely meant by ``pattern``, which fits none of ``names``; empty if nothing is near."""
     runs: dict[str, None] = {}
     for name in names:
         parts = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name).split(".")
@@ -45,10 +45,10 @@ class GroupSpec:
     """One entry of ``optimizer.param_groups``.
 
     Attributes:
-        pattern: over parameter names, see ``fits``; ``attention.wq`` and ``norm.weight`` fit too.
-        lr_factor: of the learning rate of the step.
-        weight_decay: None leaves that of the parameter's group.
-        optimizer: None leaves the one that ``optimizer.name`` means.
+        pattern: pattern of parameter names, see ``fits``; ``attention.wq`` and ``norm.weight`` work too.
+        lr_factor: factor of the learning rate of the step.
+        weight_decay: None keeps the weight decay of the parameter's group.
+        optimizer: None keeps the optimizer that ``optimizer.name`` gives the parameter.
     """
 
     pattern: str
@@ -61,7 +61,7 @@ def parse_group(text: str) -> GroupSpec:
     """A spec from ``PATTERN: key=value ...``.
 
     Raises:
-        ValueError: says in a few words what is wrong with ``text``.
+        ValueError: ``text`` is wrong; the message says in a few words how.
     """
     pattern, colon, rest = (part.strip() for part in text.partition(":"))
     pairs = [part.partition("=") for part in rest.split()]
@@ -92,5 +92,5 @@ def _number(key: str, text: str) -> float:
 
 
 def group_of(specs: Sequence[GroupSpec], name: str) -> GroupSpec | None:
-    """The first of ``specs`` that fits the parameter ``name``; it counts alone, those after it are not looked at."""
+    """The first of ``specs`` that fits the parameter ``name``; later ones do not count."""
     return next((spec for spec in specs if fits(spec.pattern, name)), None)

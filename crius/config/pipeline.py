@@ -1,4 +1,4 @@
-"""The arithmetic of a pipeline: stages, microbatches, which module is where. No torch, so that the rules can ask."""
+"""The arithmetic of a pipeline: stages, microbatches, modules of each stage. No torch, so that the rules can use it."""
 
 import difflib
 import itertools
@@ -13,37 +13,39 @@ from crius.config.schedule import PREFIX, read_schedule
 from crius.errors import LayoutError
 
 V_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
-"""Each rank has one stage on the way down and one on the way up: the first and the last stage share rank 0."""
+"""Schedules in which each rank has one stage on the way down and one on the way up: rank 0 has the first and the
+last."""
 
 SPLIT_BACKWARD = ("interleave_zero_bubble", "zbv_zero_bubble", "dualpipev")
 """Schedules that compute the gradients of inputs and of weights at different times."""
 
 EMBEDDING_COST = 0.5
-"""FLOPs a token that each number of a module without matmuls counts as: an embedding's gradient is dense, so zeroing,
-filling and reading it moves its whole weight. A twelfth of an output layer of that size."""
+"""FLOPs per token that count for each number of a module without matmuls. The gradient of an embedding is dense:
+zeroing, filling and reading it moves the whole weight. It is a twelfth of the cost of an output layer of the same
+size."""
 
 
 class Module(Protocol):
-    """What a stage can hold: ``crius.models.description.ModuleFacts``."""
+    """A module that a stage can hold: ``crius.models.description.ModuleFacts``."""
 
     @property
     def name(self) -> str:
-        """As in the model."""
+        """Name in the model."""
 
     @property
     def parameters(self) -> int:
-        """Its trained numbers."""
+        """Number of trained numbers."""
 
     @property
     def flops_per_token(self) -> float:
-        """Of its forward and backward."""
+        """FLOPs per token of the module's forward and backward."""
 
 
 def stages_per_rank(parallelism: ParallelismConfig) -> int:
     """Stages that a pipeline rank holds.
 
     Raises:
-        LayoutError: of a schedule file, see ``read_schedule``.
+        LayoutError: the schedule file is wrong, see ``read_schedule``.
     """
     if parallelism.pipeline_parallel_schedule_csv:
         return len({action.stage for action in read_schedule(parallelism)[0]})
@@ -53,7 +55,7 @@ def stages_per_rank(parallelism: ParallelismConfig) -> int:
 
 
 def settle_stages(parallelism: ParallelismConfig, num_layers: int) -> ParallelismConfig:
-    """``parallelism`` with one stage a rank where interleave_1f1b chooses and the model has no layers for two."""
+    """``parallelism``, with one stage per rank if interleave_1f1b may choose and there are too few layers for two."""
     degree = parallelism.pipeline_parallel_degree
     is_chosen = parallelism.pipeline_parallel_stages_per_rank == -1 and not parallelism.pipeline_parallel_schedule_csv
     is_interleaved = parallelism.pipeline_parallel_schedule == "interleave_1f1b"
@@ -63,23 +65,23 @@ def settle_stages(parallelism: ParallelismConfig, num_layers: int) -> Parallelis
 
 
 def describe_stages(parallelism: ParallelismConfig) -> str:
-    """What there is to say about the stages of a rank, or an empty string."""
+    """Note about the stages per rank, for the log; empty if there is nothing to note."""
     if parallelism.pipeline_parallel_schedule_csv or stages_per_rank(parallelism) > 1:
         return ""
     if parallelism.pipeline_parallel_schedule != "interleave_1f1b":
         return ""
     degree = parallelism.pipeline_parallel_degree
-    return f"interleave_1f1b has nothing to interleave: one stage on each of {degree} ranks, the bubble is that of 1f1b"
+    return f"interleave_1f1b has nothing to interleave: {degree} ranks have one stage each, with the bubble of 1f1b"
 
 
 def num_stages(parallelism: ParallelismConfig) -> int:
-    """Stages of the whole pipeline; 1 without one."""
+    """Stages of the whole pipeline; 1 without a pipeline."""
     degree = parallelism.pipeline_parallel_degree
     return degree * stages_per_rank(parallelism) if degree > 1 else 1
 
 
 def placement(parallelism: ParallelismConfig) -> list[list[int]]:
-    """The stages of each rank, ascending; see ``stages_of_ranks``, or as the file of a schedule says."""
+    """The stages of each rank, ascending: as in the schedule file, or by ``stages_of_ranks``."""
     degree = parallelism.pipeline_parallel_degree
     if degree > 1 and parallelism.pipeline_parallel_schedule_csv:
         return [sorted({action.stage for action in row}) for row in read_schedule(parallelism)]
@@ -87,14 +89,14 @@ def placement(parallelism: ParallelismConfig) -> list[list[int]]:
 
 
 def stages_of_ranks(schedule: str, degree: int, stages: int) -> list[list[int]]:
-    """The stages of each rank, ascending; they go round the ranks, or for ``V_SCHEDULES`` down and up again."""
+    """The stages of each rank, ascending. They are dealt round the ranks, or for ``V_SCHEDULES`` down and up again."""
     if degree > 1 and schedule in V_SCHEDULES:
         return [[rank, stages - 1 - rank] for rank in range(degree)]
     return [list(range(rank, stages, degree)) for rank in range(degree)]
 
 
 def microbatch_unit(parallelism: ParallelismConfig) -> int:
-    """The fewest microbatches a step that keep the pipeline busy, of which every multiple is legal too."""
+    """The fewest microbatches per step that keep the pipeline busy. Every multiple of them is legal too."""
     if parallelism.pipeline_parallel_degree <= 1:
         return 1
     if parallelism.pipeline_parallel_schedule_csv:
@@ -105,44 +107,44 @@ def microbatch_unit(parallelism: ParallelismConfig) -> int:
 
 
 def microbatches_allowed(parallelism: ParallelismConfig, count: int) -> bool:
-    """Whether the schedule takes ``count`` microbatches a step."""
+    """Whether the schedule can run ``count`` microbatches per step."""
     return count >= 1 and count % _microbatch_divisor(parallelism, count) == 0
 
 
 def _microbatch_divisor(parallelism: ParallelismConfig, count: int) -> int:
-    """What must divide ``count``; ``count + 1`` where there are too few."""
+    """Number that must divide ``count``; ``count + 1`` if there are too few microbatches."""
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if degree <= 1:
         return 1
     if parallelism.pipeline_parallel_schedule_csv:
         return microbatch_unit(parallelism)  # the file's schedule is repeated
     if schedule in ("interleave_1f1b", "interleave_zero_bubble"):
-        return max(1, count // degree)  # rounds of equal size, of at least ``degree`` microbatches
+        return max(1, count // degree)  # rounds of equal size, at least ``degree`` microbatches each
     least = {"1f1b": degree, "dualpipev": 2 * degree}.get(schedule, 1)
     return 1 if count >= least else count + 1
 
 
 def legal_microbatches(parallelism: ParallelismConfig, share: int) -> list[int]:
-    """Counts that the schedule takes and that divide ``share``, the sequences of a data-parallel rank in a step."""
+    """Counts of microbatches that the schedule can run and that divide ``share``, a rank's sequences per step."""
     return [n for n in range(1, share + 1) if share % n == 0 and microbatches_allowed(parallelism, n)]
 
 
 def describe_microbatches(parallelism: ParallelismConfig, count: int, local_batch_size: int, is_asked: bool) -> str:
-    """How the microbatch count came about, to be logged.
+    """The number of microbatches and its reason, for the log.
 
     Args:
         parallelism: the section.
-        count: microbatches a step.
-        local_batch_size: sequences in one.
-        is_asked: the size of a microbatch was given; otherwise it was chosen to keep the pipeline busy.
+        count: microbatches per step.
+        local_batch_size: sequences per microbatch.
+        is_asked: whether the size of a microbatch was given; otherwise it was chosen to keep the pipeline busy.
     """
     unit = microbatch_unit(parallelism)
-    why = "as --training.local_batch_size asks" if is_asked else f"chosen: a multiple of {unit}, busy and not too small"
-    return f"{count} microbatches of {local_batch_size} sequences a step ({why})"
+    why = "as --training.local_batch_size asks" if is_asked else f"chosen: a multiple of {unit} keeps all stages busy"
+    return f"{count} microbatches of {local_batch_size} sequences per step ({why})"
 
 
 def cost(module: Module) -> float:
-    """What a module weighs when stages are balanced, in FLOPs a token: see ``EMBEDDING_COST``."""
+    """Cost of a module when stages are balanced, in FLOPs per token: see ``EMBEDDING_COST``."""
     return module.flops_per_token or EMBEDDING_COST * module.parameters
 
 
@@ -152,17 +154,17 @@ def is_layer(name: str) -> bool:
 
 
 def split_stages(modules: Sequence[Module], stages: int, parallelism: ParallelismConfig) -> list[tuple[str, ...]]:
-    """The modules of each stage, in forward order; every stage has a layer, norm stays with the output layer.
+    """The modules of each stage, in forward order. Every stage has a layer, and the norm stays with the output layer.
 
-    Automatic: the greatest cost of a stage is as small as can be, and then the costs are as even as can be.
+    By default the greatest cost of a stage is made as small as possible, then the costs are made as even as possible.
 
     Args:
-        modules: of the whole model, in forward order.
+        modules: all modules of the model, in forward order.
         stages: number of stages.
-        parallelism: may give the modules of each stage, or how many layers less the first and the last one has.
+        parallelism: may give the modules of each stage, or how many layers fewer the first and the last stage have.
 
     Raises:
-        LayoutError: more stages than layers, or an explicit list that does not hold each module once and in order.
+        LayoutError: there are more stages than layers, or an explicit list does not hold each module once and in order.
     """
     names = [module.name for module in modules]
     if stages > 1 and parallelism.pipeline_parallel_module_names_per_stage:
@@ -170,11 +172,11 @@ def split_stages(modules: Sequence[Module], stages: int, parallelism: Parallelis
     layers = [index for index, name in enumerate(names) if is_layer(name)]
     if stages > len(layers):
         raise LayoutError(
-            f"{stages} pipeline stages are more than the {len(layers)} layers.",
+            f"{stages} pipeline stages need at least as many layers; the model has {len(layers)}.",
             why="every stage has at least one layer",
-            fix=f"use at most {len(layers)} stages: a lower --{PREFIX}degree, or fewer stages a rank",
+            fix=f"use at most {len(layers)} stages: a lower --{PREFIX}degree, or fewer stages per rank",
         )
-    # what comes before the first layer goes with it, what comes after the last with that
+    # modules before the first layer stay with it, modules after the last layer stay with that
     bounds = [0, *layers[1:], len(names)]
     costs = [sum(map(cost, modules[start:stop])) for start, stop in zip(bounds, bounds[1:], strict=False)]
     less = (parallelism.pipeline_parallel_first_stage_less_layers, parallelism.pipeline_parallel_last_stage_less_layers)
@@ -188,20 +190,20 @@ def split_stages(modules: Sequence[Module], stages: int, parallelism: Parallelis
 
 
 def layers_of_stages(stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Layers of each stage, of ``split_stages``."""
+    """Number of layers in each stage of ``split_stages``."""
     return tuple(sum(map(is_layer, names)) for names in stages)
 
 
 @lru_cache(maxsize=1024)
 def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Sizes of ``stages`` runs of ``costs`` with the smallest greatest sum; of those the ones with even sums."""
+    """Sizes of ``stages`` runs of ``costs`` whose greatest sum is as small as possible, then with even sums."""
     low, high = max(costs), sum(costs)
     while high - low > 1e-12 * high:
         limit = (low + high) / 2
         low, high = (low, limit) if _runs_below(costs, limit) <= stages else (limit, high)
     limit = high * (1 + 1e-9)  # sums in another order differ in the last digits
     before = [0.0, *itertools.accumulate(costs)]
-    # to the end of each prefix: sum of squares, sizes; one stage more in each round
+    # for each prefix of the costs: sum of squares and sizes; each round adds a stage
     row: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * len(costs)]
     for stage in range(stages):
         fresh: list[tuple[float, tuple[int, ...]] | None] = [None] * (len(costs) + 1)
@@ -220,7 +222,7 @@ def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def _runs_below(costs: Sequence[float], limit: float) -> int:
-    """The fewest runs of ``costs`` with sums of at most ``limit``, which none of them is above."""
+    """The fewest runs of ``costs`` whose sums are at most ``limit``; no single cost is above ``limit``."""
     runs, total = 1, 0.0
     for cost in costs:
         runs, total = (runs, total + cost) if total + cost <= limit else (runs + 1, cost)
@@ -228,7 +230,7 @@ def _runs_below(costs: Sequence[float], limit: float) -> int:
 
 
 def _dealt(layers: int, stages: int, first_less: int, last_less: int) -> Sequence[int]:
-    """Layers of each stage, dealt evenly but for the first and the last; what is left over goes to the middle ones."""
+    """Layers of each stage, dealt evenly except to the first and the last; the remainder goes to the middle stages."""
     each, over = divmod(layers + first_less + last_less, stages)
     sizes = [each] * stages
     for stage in ([*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0])[:over]:
@@ -237,7 +239,7 @@ def _dealt(layers: int, stages: int, first_less: int, last_less: int) -> Sequenc
     sizes[-1] -= last_less
     if min(sizes) < 1:
         raise LayoutError(
-            f"{layers} layers on {stages} stages, {first_less} less on the first and {last_less} on the last, leave a "
+            f"{layers} layers on {stages} stages, {first_less} fewer on the first and {last_less} on the last, leave a "
             f"stage with {min(sizes)}.",
             where=f"--{PREFIX}first_stage_less_layers, --{PREFIX}last_stage_less_layers",
             why="every stage has at least one layer",
@@ -250,7 +252,7 @@ def _explicit(names: Sequence[str], stages: int, given: Sequence[str]) -> list[t
     where = f"--{PREFIX}module_names_per_stage"
     found = [tuple(_expand(value, len(names))) for value in given]
     flat = [name for stage in found for name in stage]
-    right = "one value a stage with every module once and in order, or leave it out to balance by cost"
+    right = "one value per stage with every module once and in order, or leave it out to balance by cost"
     if len(found) != stages:
         raise LayoutError(
             f"{len(found)} lists of modules are given, but there are {stages} stages.", where=where, fix=f"give {right}"
@@ -267,20 +269,20 @@ def _explicit(names: Sequence[str], stages: int, given: Sequence[str]) -> list[t
     elif doubled is not None:
         what = f"module {doubled} is on {flat.count(doubled)} stages."
     elif missing is not None:
-        what = f"module {missing} is on no stage."
+        what = f"no stage has module {missing}."
     elif moved is not None:
         what = f"module {moved} is out of order."
     elif empty is not None:
         what = f"stage {empty} has no layer."
     elif found[-1][-2:] != tuple(names[-2:]):
-        what = f"{names[-2]} is on another stage than {names[-1]}."
+        what = f"{names[-2]} and {names[-1]} are on different stages."
     if what:
         raise LayoutError(what, where=where, why=f"the modules are, in order: {join_names(names)}", fix=f"give {right}")
     return found
 
 
 def _expand(value: str, most: int) -> Iterable[str]:
-    """The names of ``tok_embeddings,layers.0-3``; a range ends after ``most``, which is more than there are."""
+    """The names that ``tok_embeddings,layers.0-3`` stands for; a range ends after ``most``, which exceeds any model."""
     for name in filter(None, (part.strip() for part in value.split(","))):
         ends = re.fullmatch(r"(.*\.)(\d+)-(\d+)", name)
         if ends:
@@ -292,7 +294,7 @@ def _expand(value: str, most: int) -> Iterable[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Names with runs of layers shortened: ``tok_embeddings, layers.0-7``. What ``_expand`` reads."""
+    """Names with runs of layers shortened, as ``_expand`` reads them: ``tok_embeddings, layers.0-7``."""
     runs: list[tuple[str, int, int]] = []
     for name in names:
         stem, _, number = name.rpartition(".")
@@ -307,10 +309,10 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def splits_backward(parallelism: ParallelismConfig) -> bool:
-    """Whether gradients of inputs and of weights are computed apart: two backward passes over one graph.
+    """Whether the gradients of inputs and of weights are computed apart, in two backward passes over one graph.
 
     Raises:
-        LayoutError: of a schedule file, see ``read_schedule``.
+        LayoutError: the schedule file is wrong, see ``read_schedule``.
     """
     if parallelism.pipeline_parallel_degree <= 1:
         return False

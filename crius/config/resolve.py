@@ -1,4 +1,4 @@
-"""What ``auto`` and -1 come to: ``Resolved``, and the rules of dtype, attention, chunks of the loss, batch sizes.
+"""Values for ``auto`` and -1: ``Resolved``, and the rules of dtype, attention, chunks of the loss and batch sizes.
 
 ``crius.train.inputs.resolve`` asks these rules, the model, the tokenizer and the checkpoint: docs/decisions/035.
 """
@@ -13,18 +13,18 @@ from crius.config.training import TrainingConfig
 from crius.host import ATTENTION_BLOCK, BFLOAT16_FLAGS, bfloat16_instructions, is_wide_amd_cpu
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-"""Bytes of a number."""
+"""Bytes per number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A run with its open settings decided, once and before anything is built.
+    """A run whose open settings were decided, once and before anything is built.
 
     Attributes:
         asked: the run as it was asked for.
         config: the run that is trained.
-        reasons: why, by the dotted field of each setting that was decided.
-        model: its ``crius.models.description.ModelDescription``; None where there is no such model.
+        reasons: reason of each decision, by the dotted field of the setting.
+        model: its ``crius.models.description.ModelDescription``; None if there is no such model.
     """
 
     asked: RunConfig
@@ -34,10 +34,10 @@ class Resolved:
 
 
 def auto_dtype(*, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:
-    """The dtype, and why: docs/training.md has the measurement.
+    """The dtype and its reason: docs/training.md has the measurement.
 
     Args:
-        on_gpu: where a run computes; else on the CPU of this host.
+        on_gpu: whether the run computes on a GPU; otherwise on the CPU of this host.
     """
     if on_gpu:
         return "bfloat16", "a GPU"
@@ -48,23 +48,23 @@ def auto_dtype(*, on_gpu: bool) -> tuple[Literal["float32", "bfloat16"], str]:
 
 
 def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
-    """``config`` with ``training.mixed_precision_param`` decided as on a GPU, or on the CPU of this host."""
+    """``config`` with ``training.mixed_precision_param`` decided: for a GPU, or for the CPU of this host."""
     if config.training.mixed_precision_param != "auto":
         return config
     return replace(config, training=replace(config.training, mixed_precision_param=auto_dtype(on_gpu=on_gpu)[0]))
 
 
 def varlen_obstacle(config: RunConfig, model: Any) -> str:
-    """Why a run on a GPU cannot attend by the ends of documents; empty where it can.
+    """Why a run on a GPU cannot use varlen attention, which takes the ends of documents; empty if it can.
 
     Args:
         config: the run.
-        model: its ``crius.models.description.ModelDescription``; None where there is no such model.
+        model: its ``crius.models.description.ModelDescription``; None if there is no such model.
     """
     if config.parallelism.context_parallel_degree > 1:
         return "context parallelism makes masks of its own"
     if config.training.mixed_precision_param == "float32":
-        return "it takes 16-bit numbers only"
+        return "it needs 16-bit numbers"
     widths = {(a.head_dim, a.value_dim) for a in (layer.attention for _, layer in (model.layers if model else ()))}
     odd = [pair for pair in sorted(widths) if pair[0] != pair[1] or pair[0] % 8 or pair[0] > MOST_HEAD_DIM]
     if odd:
@@ -73,14 +73,15 @@ def varlen_obstacle(config: RunConfig, model: Any) -> str:
 
 
 MOST_HEAD_DIM = 256
-"""That FlashAttention takes."""
+"""The largest head dim that FlashAttention takes."""
 
 MOST_TOKENS = 512
-"""The longest sequences for which ``auto`` keeps them: half of ``seq_len`` numbers for each token and head."""
+"""Tokens of the longest sequences for which ``auto`` keeps the probabilities: half of ``seq_len`` numbers for each
+token and head."""
 
 
 def obstacle(config: RunConfig) -> tuple[str, str]:
-    """Why a run on a CPU cannot take the kernel, and what to change; both empty where it can."""
+    """Why a run on a CPU cannot use the blocked kernel, and what to change; both empty if it can."""
     training = config.training
     if config.model.attention_mask == "document":
         return "it takes no mask", "--kernels.attention auto, or --model.attention_mask causal"
@@ -88,17 +89,18 @@ def obstacle(config: RunConfig) -> tuple[str, str]:
         return "context parallelism splits sequences among ranks", "--kernels.attention auto"
     dtype = training.mixed_precision_param
     if (auto_dtype(on_gpu=False)[0] if dtype == "auto" else dtype) != "float32":
-        return "it takes float32 only", "--training.mixed_precision_param float32, or --kernels.attention auto"
+        return "it needs float32", "--training.mixed_precision_param float32, or --kernels.attention auto"
     if training.seq_len % ATTENTION_BLOCK:
         longer = training.seq_len + -training.seq_len % ATTENTION_BLOCK
-        why = f"training.seq_len {training.seq_len} is no multiple of {ATTENTION_BLOCK}"
+        why = f"training.seq_len {training.seq_len} is not a multiple of {ATTENTION_BLOCK}"
         return why, f"--training.seq_len {longer}, or --kernels.attention auto"
     return "", ""
 
 
 def keeps_probabilities(config: RunConfig) -> bool:
-    """Whether a run on a CPU takes the kernel: asked for, or left to ``auto`` where it was measured to be faster and
-    takes little memory. What is recomputed has no say: that is not to change a bit of a run.
+    """Whether a run on a CPU uses the blocked kernel. It does if the kernel was asked for, or under ``auto`` if it was
+    measured to be faster and takes little memory. Recomputation does not matter here, because it must not change a bit
+    of a run.
     """
     if config.kernels.attention != "auto":
         return config.kernels.attention == "blocked"
@@ -107,7 +109,7 @@ def keeps_probabilities(config: RunConfig) -> bool:
 
 
 def compares_bits(config: RunConfig) -> list[str]:
-    """The settings of a run that promise equal bits of repeated sums: on a GPU they need deterministic kernels."""
+    """The settings of a run that promise equal bits of repeated sums. On a GPU they need deterministic kernels."""
     checks = {
         "training.reproducible": config.training.reproducible,
         "sdc.recompute_interval": config.sdc.recompute_interval,
@@ -116,22 +118,23 @@ def compares_bits(config: RunConfig) -> list[str]:
 
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 2**30}
-"""Logits of a chunk. Each chunk but the first reads and writes the weight's gradient once more: with the 4,186 tokens
-of 128,256 bfloat16 logits on a GPU that is a tenth of the time of its matmuls, whatever the model dim."""
+"""Bytes of the logits of a chunk. Each chunk except the first reads and writes the weight's gradient once more. With
+the 4,186 tokens of 128,256 bfloat16 logits on a GPU this takes a tenth of the time of the chunk's matmuls, for any
+model dim."""
 LEAST_TOKENS = 256
-"""Of a chunk: the matmuls of fewer are slow."""
+"""Fewest tokens of a chunk: matmuls of fewer tokens are slow."""
 BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
-"""Float32 logits that are scored at a time: what caches hold, or what gives each multiprocessor several rows."""
+"""Bytes of float32 logits that are scored at a time: they fit into caches, or give each multiprocessor several rows."""
 
 
 @dataclass(frozen=True)
 class LossChunks:
-    """How the loss is cut.
+    """Chunks that the loss is computed in.
 
     Attributes:
-        tokens: whose logits exist at a time; None: of all of a microbatch.
-        block_tokens: of those, tokens that are scored in float32 at a time.
-        reason: why, in a few words.
+        tokens: number of tokens whose logits exist at a time; None: all tokens of a microbatch.
+        block_tokens: number of these tokens that are scored in float32 at a time.
+        reason: reason, in a few words.
     """
 
     tokens: int | None
@@ -147,14 +150,14 @@ def loss_chunks(
     num_ranks: int = 1,
     in_low_precision: bool = False,
 ) -> LossChunks:
-    """How a run cuts its loss.
+    """Chunks that a run computes its loss in.
 
     Args:
-        config: the run; its rules have been checked, its ``training.mixed_precision_param`` is decided.
-        vocab_size: of the model.
-        device_type: what it runs on.
+        config: the run, whose rules were checked and whose ``training.mixed_precision_param`` is decided.
+        vocab_size: vocabulary of the model.
+        device_type: type of the device that the run uses.
         num_ranks: tensor-parallel ranks that the vocabulary is split over.
-        in_low_precision: the output layer is.
+        in_low_precision: whether the output layer runs in low precision.
     """
     asked, parallelism = config.kernels.linear_cross_entropy, config.parallelism
     if asked == "off":
@@ -169,7 +172,7 @@ def loss_chunks(
         itemsize = ITEMSIZE.get(config.training.mixed_precision_param, 2)  # auto: as on a GPU
         tokens = max(LEAST_TOKENS, CHUNK_BYTES[device_type] // (vocabulary * itemsize))
     block = min(tokens, max(1, BLOCK_BYTES[device_type] // (4 * vocabulary)))
-    if config.compile.enable and config.compile.loss:  # which writes no float32
+    if config.compile.enable and config.compile.loss:  # a compiled loss writes no float32
         block = tokens
     return LossChunks(tokens, block, asked if asked == "auto" else "as asked")
 
@@ -179,23 +182,24 @@ def _is_gpipe(parallelism: ParallelismConfig) -> bool:
 
 
 USABLE = 0.9
-"""Share of a device's memory that is planned with; the rest is for what the plan does not see, and for its error."""
+"""Share of a device's memory that plans may use. The rest is for memory that the plan does not see, and for its
+error."""
 
 
 def leaves_open(config: RunConfig, *, on_gpu: bool) -> bool:
-    """Whether recomputation, or on a GPU the microbatch, is left to the memory of the ranks."""
+    """Whether the memory of the ranks decides about recomputation, or on a GPU about the microbatch."""
     return config.activation_checkpoint.mode == "auto" or (on_gpu and config.training.local_batch_size == -1)
 
 
 AUTO_GLOBAL_BATCH_SIZE = 8
 AUTO_LOCAL_BATCH_SIZE = 8
 AUTO_MICROBATCHES_A_UNIT = 4
-"""Under pipeline parallelism; at 4 microbatches a stage the bubble of 1F1B is below a fifth."""
+"""Microbatches per unit under pipeline parallelism: with 4 per stage the bubble of 1F1B is below a fifth."""
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sequences in a microbatch of one rank, in an optimizer step, and microbatches a step."""
+    """Sequences per microbatch of one rank, sequences per optimizer step, and microbatches per step."""
 
     local: int
     total: int
@@ -203,27 +207,28 @@ class BatchSizes:
 
 
 def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_unit: int = 1) -> BatchSizes:
-    """Fill ``local_batch_size`` and ``global_batch_size`` where they are -1.
+    """Fill ``local_batch_size`` and ``global_batch_size`` if they are -1.
 
     Args:
         training: the section; its sizes are -1 or at least 1.
         data_parallel_ranks: ranks that read different sequences.
-        microbatch_unit: the microbatches a step are to be a multiple of this (``config.pipeline.microbatch_unit``).
+        microbatch_unit: unit of the microbatches per step, which become a multiple of it if possible
+            (``config.pipeline.microbatch_unit``).
 
     Raises:
-        ValueError: the sizes do not divide; the message says which and what would. ``rules`` turns it into a
+        ValueError: the sizes do not divide; the message names them and sizes that do. ``rules`` turns it into a
             ``ConfigError`` before anything starts.
     """
     local, total = training.local_batch_size, training.global_batch_size
     if training.reproducible and training.virtual_shards >= 1 and training.virtual_shards % data_parallel_ranks == 0:
         return _virtual_batch_sizes(training, data_parallel_ranks)
     if total == -1:
-        # not simply local x ranks: the loss curve must not depend on the ranks, nor on a knob for memory
+        # not local x ranks: the loss curve must depend neither on the ranks nor on a setting about memory
         unit = data_parallel_ranks * max(1, local) * microbatch_unit
         total = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
     if total % data_parallel_ranks:
         raise ValueError(
-            f"global_batch_size {total} is no multiple of the {data_parallel_ranks} data-parallel ranks; "
+            f"global_batch_size {total} is not a multiple of the {data_parallel_ranks} data-parallel ranks; "
             f"{_nearest_multiples(total, data_parallel_ranks)}"
         )
     share = total // data_parallel_ranks
@@ -232,7 +237,7 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_u
     if share % local:
         unit = local * data_parallel_ranks
         raise ValueError(
-            f"global_batch_size {total} is no multiple of local_batch_size {local} x {data_parallel_ranks} "
+            f"global_batch_size {total} is not a multiple of local_batch_size {local} x {data_parallel_ranks} "
             f"data-parallel ranks = {unit}; {_nearest_multiples(total, unit)}"
         )
     return BatchSizes(local=local, total=total, accumulation=share // local)
@@ -245,13 +250,13 @@ def _virtual_batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> 
         total = shards * (local if local != -1 else -(-AUTO_GLOBAL_BATCH_SIZE // shards))
     if total % shards:
         nearest = _nearest_multiples(total, shards)
-        raise ValueError(f"global_batch_size {total} is no multiple of the {shards} virtual shards; {nearest}")
+        raise ValueError(f"global_batch_size {total} is not a multiple of the {shards} virtual shards; {nearest}")
     return BatchSizes(local=total // shards, total=total, accumulation=shards // data_parallel_ranks)
 
 
 def open_microbatches(training: TrainingConfig, data_parallel_ranks: int, microbatch_unit: int = 1) -> list[int]:
-    """Sizes of a microbatch that a run leaves open, down from the one that ``batch_sizes`` fills in: all make the same
-    global batch, and count as that one does.
+    """Sizes of a microbatch to choose from, in descending order from the one that ``batch_sizes`` fills in. All of them
+    give the same global batch, in a number of microbatches that suits the pipeline as well.
     """
     sizes = batch_sizes(training, data_parallel_ranks, microbatch_unit)
     if training.local_batch_size != -1 or training.reproducible:
@@ -262,7 +267,7 @@ def open_microbatches(training: TrainingConfig, data_parallel_ranks: int, microb
 
 
 def _local_batch_size(share: int, microbatch_unit: int) -> int:
-    """The largest that leaves enough microbatches for the pipeline to be busy; without one, just the largest."""
+    """The largest size that leaves enough microbatches for the pipeline; without a pipeline the largest size."""
     sizes = [size for size in range(1, AUTO_LOCAL_BATCH_SIZE + 1) if share % size == 0]
     if microbatch_unit == 1:
         return max(sizes)

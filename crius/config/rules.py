@@ -1,6 +1,6 @@
-"""Rules between sections: one named function each, all violations reported together before anything starts.
+"""Rules between sections: one named function per rule. All violations are reported together before anything starts.
 
-A rule yields errors; it never raises. Nothing here imports torch. Facts about models, ranks and devices are handed in.
+A rule yields errors and never raises. Nothing here imports torch. Facts about models, ranks and devices are arguments.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ from crius.plugins import REQUIREMENTS, install_line
 
 
 def known_model(facts: Facts) -> Violations:
-    """The model and its flavor exist, and overrides of its sizes make sense."""
+    """The model and its flavor exist, and the sizes that replace the flavor's are valid."""
     model = facts.config.model
     spec = facts.specs.get(model.name)
     if spec is None:
@@ -61,7 +61,7 @@ def known_model(facts: Facts) -> Violations:
 
 
 def heads_divide(facts: Facts) -> Violations:
-    """Key/value heads divide the query heads, and a head has pairs of numbers that a position can turn."""
+    """Key/value heads divide the query heads, and the width of a head is even: a position turns pairs of numbers."""
     model = facts.model
     if model is None or min(model.num_heads, model.num_kv_heads, model.dim) < 1:
         return  # known_model reports it
@@ -79,14 +79,14 @@ def heads_divide(facts: Facts) -> Violations:
         legal = [n for n in divisors(model.dim) if model.dim // n % 2 == 0]
         near = min(legal, key=lambda n: abs(n - heads), default=0)
         yield ConfigError(
-            f"model.dim {model.dim} is no multiple of the {heads} query heads of {facts.model_name}.",
+            f"model.dim {model.dim} is not a multiple of the {heads} query heads of {facts.model_name}.",
             where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.dim"),
-            why="a head is as wide as the model's width divided by the number of heads, unless head_dim says otherwise",
+            why="the width of a head is dim / num_heads unless model.head_dim gives it",
             fix=(f"--model.num_heads {near}, or " if near else "") + "give the width of a head as model.head_dim",
         )
     elif width % 2 or width < 2:
         yield ConfigError(
-            f"heads of {facts.model_name} are {width} wide, which is odd.",
+            f"the heads of {facts.model_name} have the odd width {width}.",
             where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.head_dim"),
             why="a position turns a head's numbers in pairs",
             fix=f"--model.head_dim {width + 1}",
@@ -96,7 +96,7 @@ def heads_divide(facts: Facts) -> Violations:
 _LONGEST_NAME = 200
 _LONGEST_PLAIN = 60
 
-# Field, whether a value is right, what is right, a value that works. Cheap ranges, one row each.
+# Cheap ranges, one row each: field, test of a value, the range in words, a value that works.
 RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     *[
         (name, lambda value: value >= 1, "at least 1", default)
@@ -179,7 +179,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
 
 
 def ranges(facts: Facts) -> Violations:
-    """Every number is in the range where it means something."""
+    """Every number is in its valid range."""
     values = flatten(facts.config)
     for name, is_right, right, example in RANGES:
         value = values[name]
@@ -192,14 +192,14 @@ def ranges(facts: Facts) -> Violations:
 
 
 _LARGEST, _LARGEST_STEP, _LARGEST_VOCABULARY = 2**31 - 1, 2**36, 2**24
-"""Of a whole number, of the tokens of a step, of the rows of an embedding: what tensors with 64-bit sizes can hold."""
+"""Largest whole number, tokens of a step, and rows of an embedding: limits of tensors with 64-bit sizes."""
 _MOST_LAYERS, _WIDEST, _MOST_EXPERTS = 100_000, 2**20, 2**16
 _COUNTS = ("training.steps", "training.epochs", "debug.seed")
-"""Whole numbers that are no size of a tensor."""
+"""Whole numbers that are not sizes of tensors."""
 
 
 def sizes(facts: Facts) -> Violations:
-    """No number is so large that torch's sizes overflow."""
+    """No number is so large that torch's tensor sizes overflow."""
     training, values = facts.config.training, flatten(facts.config)
     limits = dict.fromkeys((name for name, value in values.items() if isinstance(value, int)), _LARGEST)
     limits |= dict.fromkeys(_COUNTS, 2**63 - 1)
@@ -220,25 +220,25 @@ def sizes(facts: Facts) -> Violations:
 
 
 def plain_name(text: str) -> str:
-    """``text`` as a name for a folder: words, dots, + and -, not too long."""
+    """``text`` as the name of a folder: only words, dots, + and -, and not too long."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-.")[:_LONGEST_PLAIN]
 
 
 def job_name_is_plain(facts: Facts) -> Violations:
-    """The name of a run names a folder below ``runs/``, and none elsewhere."""
+    """The name of a run is the name of a folder in ``runs/``, not a path elsewhere."""
     name = facts.config.job.name
     is_path = "/" in name or name.startswith(".") or not name.isprintable() or len(name.encode()) > _LONGEST_NAME
     if name and is_path:
         yield ConfigError(
-            f"job.name {name if name.isprintable() else ascii(name)} is no plain name.",
+            f"job.name {name if name.isprintable() else ascii(name)} is not a plain name.",
             where=facts.flag("job.name"),
-            why=f"the run folder is runs/NAME: no slash, no dot in front, at most {_LONGEST_NAME} bytes",
+            why=f"the run folder is runs/NAME: no slash, no leading dot, at most {_LONGEST_NAME} bytes",
             fix=f"--job.name {plain_name(name) or 'mine'}, or --job.run_dir DIR for a folder elsewhere",
         )
 
 
 def sinks_installed(facts: Facts) -> Violations:
-    """Each sink that is named is one of an installed package, and can be made."""
+    """Each named sink belongs to an installed package and can be created."""
     for name in facts.config.metrics.sinks:
         try:
             if callable(plugins.load(plugins.SINKS, name)):
@@ -253,13 +253,13 @@ def sinks_installed(facts: Facts) -> Violations:
             yield ConfigError(
                 f"no sink is called {name}{did_you_mean(name, known) or '.'}",
                 where=facts.flag("metrics.sinks"),
-                why=f"installed packages have {', '.join(known) or 'none'} as entry points of {plugins.SINKS}",
-                fix="leave it out, or install the package that has it",
+                why=f"installed packages have {', '.join(known) or 'none'} as entry points in {plugins.SINKS}",
+                fix="leave it out, or install its package",
             )
 
 
 def extras_installed(facts: Facts) -> Violations:
-    """Optional packages that the run asks for are there."""
+    """Optional packages that the run asks for are installed."""
     config, dense = facts.config, facts.config.quantize.dense
     needs_datasets = config.data.source == "huggingface"
     wanted = [
@@ -310,9 +310,9 @@ def check(facts: Facts) -> None:
     """Run every rule.
 
     Raises:
-        ConfigError: all violations in one error; a single one keeps its own class.
+        ConfigError: all violations in one error; a single violation keeps its own class.
     """
-    # the others count layers, shapes and ranks
+    # the other rules count layers, shapes and ranks, so these must hold first
     problems = list(sizes(facts)) or [problem for rule in RULES for problem in rule(facts)]
     if problems:
         raise ConfigError.together(problems)

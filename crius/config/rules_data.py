@@ -1,4 +1,4 @@
-"""Rules about the corpus: what belongs to which source and to which format, and how often it is read."""
+"""Rules about the corpus: which settings belong to which source and format, and how often the corpus is read."""
 
 import shlex
 
@@ -13,7 +13,7 @@ _OF_CHAT = ("columns", "train_on", "train_on_end_of_turn")
 
 
 def data_path_given(facts: Facts) -> Violations:
-    """Sources that read files say which; the standard library needs none."""
+    """Sources that read files have a path; the standard library needs none."""
     data = facts.config.data
     if facts.is_dry:
         return  # nothing is read
@@ -53,9 +53,9 @@ def validation_sets_have_names(facts: Facts) -> Violations:
 
 
 def data_flags_have_effect(facts: Facts) -> Violations:
-    """What was given on the command line for one kind of source is not given to another."""
+    """A setting of one kind of source is not given on the command line for another source."""
     source = facts.config.data.source
-    like_jsonl = source if source in SOURCES else "jsonl"  # of a package: it reads files too
+    like_jsonl = source if source in SOURCES else "jsonl"  # a source of a package reads files too
     owners = {
         "text_field": ("jsonl", "parquet", "huggingface"),
         "name": ("huggingface",),
@@ -74,15 +74,15 @@ def virtual_shards_split(facts: Facts) -> Violations:
     data, ranks = facts.config.data, facts.data_parallel_ranks
     if data.source == "huggingface" and data.virtual_shards >= 1 and ranks >= 1 and data.virtual_shards % ranks:
         yield ConfigError(
-            f"data.virtual_shards {data.virtual_shards} is no multiple of the {ranks} data-parallel ranks.",
+            f"data.virtual_shards {data.virtual_shards} is not a multiple of the {ranks} data-parallel ranks.",
             where=facts.flag("data.virtual_shards"),
-            why="each rank reads whole shards of a stream, so that none tokenises what another needs",
+            why="each rank reads whole shards of a stream, so that no rank tokenises text of another rank",
             fix=f"--data.virtual_shards {-(-data.virtual_shards // ranks) * ranks}",
         )
 
 
 def chat_reads_conversations(facts: Facts) -> Violations:
-    """Conversations come from files with rows, in one or two columns of them, by a tokenizer that has a template."""
+    """Conversations come from one or two columns of files with rows, and the tokenizer has a chat template."""
     config, data = facts.config, facts.config.data
     if data.format != "chat" or facts.is_dry:
         return
@@ -98,14 +98,14 @@ def chat_reads_conversations(facts: Facts) -> Violations:
         yield ConfigError(
             "data.format chat needs a tokenizer with a chat template; tokenizer.path byte has none.",
             where=facts.flag("tokenizer.path"),
-            why="weights to fine-tune bring theirs: --checkpoint.init_from. Without it all weights are drawn at random"
+            why="weights of --checkpoint.init_from come with their tokenizer; without it all weights start at random"
             if is_drawn
             else "",
             fix="--tokenizer.path DIR, with tokenizer.json and chat_template.jinja",
         )
     if len(data.columns) > 2 or len({*data.columns}) < len(data.columns):
         yield ConfigError(
-            f"data.columns {', '.join(data.columns)} is not one column, or two.",
+            f"data.columns {', '.join(data.columns)} must be one or two columns.",
             where=facts.flag("data.columns"),
             why="a conversation is a list of messages, or a prompt and its completion",
             fix=" ".join(f"--data.columns {shlex.quote(name)}" for name in dict.fromkeys(data.columns[:2])),
@@ -113,7 +113,7 @@ def chat_reads_conversations(facts: Facts) -> Violations:
 
 
 def chat_flags_have_effect(facts: Facts) -> Violations:
-    """What was given on the command line for one format is not given to the other."""
+    """A setting of one format is not given on the command line for the other format."""
     is_chat = facts.config.data.format == "chat"
     vain = ("text_field", "add_bos", "add_eos") if is_chat else _OF_CHAT
     reason, other = f" with data.format {facts.config.data.format}", "documents" if is_chat else "chat"
@@ -126,11 +126,11 @@ def length_is_said_once(facts: Facts) -> Violations:
     """A run ends after its steps or after whole epochs."""
     epochs, steps = facts.config.training.epochs, facts.config.training.steps
     if epochs != -1 and epochs < 1:
-        return  # out of its range
-    # of two sources the stronger one has won: the other's is a default, or what a plan makes of it
+        return  # ``ranges`` reports it
+    # if two sources gave them, the stronger one has won, and the other setting has its default or follows from the plan
     if epochs > 0 and facts.origin("training.steps") == facts.origin("training.epochs") != "default":
         yield ConfigError(
-            f"training.epochs {epochs} and training.steps {steps} both say how long the run is.",
+            f"training.epochs {epochs} and training.steps {steps} both give the length of the run.",
             where=f"{facts.flag('training.epochs')}, {facts.flag('training.steps')}",
             fix="leave out one of them",
         )
@@ -138,7 +138,7 @@ def length_is_said_once(facts: Facts) -> Violations:
         yield ConfigError(
             f"training.epochs {epochs} does not go with a stream.",
             where=facts.flag("training.epochs"),
-            why="nobody knows how many sequences a stream has before it was read",
+            why="the number of sequences of a stream is not known before it was read",
             fix="--training.epochs -1 and a number of steps, or a local copy of the data",
         )
 
@@ -148,7 +148,7 @@ def packed_samples_keep_apart(facts: Facts) -> Violations:
     data, mask = facts.config.data, facts.config.model.attention_mask
     if data.format == "chat" and data.packing and mask != "document":
         yield ConfigError(
-            f"conversations are packed into sequences, and model.attention_mask {mask} lets each see those before it.",
+            f"packed conversations see those before them in their sequence with model.attention_mask {mask}.",
             where=f"{facts.flag('data.packing')}, {facts.flag('model.attention_mask')}",
             why="the mask belongs to the model, so the data does not change it by itself",
             fix="--model.attention_mask document, or --data.no_packing",
@@ -156,17 +156,17 @@ def packed_samples_keep_apart(facts: Facts) -> Violations:
 
 
 def sample_flags_have_effect(facts: Facts) -> Violations:
-    """Packing and the fate of what is too long are for conversations; a folder of tokens has its masks already."""
+    """Packing and too_long are for conversations only, and not for a folder of tokens, which already has its masks."""
     data = facts.config.data
     names: tuple[str, ...] = ("packing", "too_long")
     fix = "leave it out, or --data.format chat"
     reason = f" with data.format {data.format}"
-    why = "documents follow one another without padding, and a long one goes on in the next sequence"
+    why = "documents follow one another without padding, and a long one continues in the next sequence"
     if data.format == "chat" and data.source != "tokens":
         return
     if data.format == "chat":
         names, reason, fix = ("columns", "train_on", "train_on_end_of_turn"), " with data.source tokens", "leave it out"
-        why = "crius data prepare has taken them into the folder"
+        why = "crius data prepare has applied them to the folder"
     yield from without_effect(facts, [(f"data.{name}", reason, fix) for name in names], why)
 
 
@@ -175,7 +175,7 @@ CORPUS_RULES: tuple[Rule, ...] = (
     chat_reads_conversations,
     chat_flags_have_effect,
 )
-"""Of what ``crius data prepare`` reads."""
+"""Rules for the sources that ``crius data prepare`` reads."""
 
 DATA_RULES: tuple[Rule, ...] = (
     data_path_given,

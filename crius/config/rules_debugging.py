@@ -1,11 +1,11 @@
-"""Rules about traces, snapshots and the search for errors."""
+"""Rules about traces, snapshots and debugging."""
 
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.errors import ConfigError
 
 
 def profiler_window(facts: Facts) -> Violations:
-    """A window that is asked for lies inside the run, and what it records is asked for."""
+    """The profiler's window lies inside the run, and settings of a trace are given only with a trace."""
     profiler, steps = facts.config.profiler, facts.config.training.steps
     last, has_window = profiler.start_step + profiler.num_steps - 1, profiler.enable or profiler.memory_snapshot
     vain = [] if profiler.enable else ["record_shapes", "with_stack"]
@@ -28,12 +28,12 @@ def profiler_window(facts: Facts) -> Violations:
 
 
 def anomalies_have_a_line(facts: Facts) -> Violations:
-    """Where a NaN is to be named by its line, each operation is one of PyTorch's."""
+    """If the line of a NaN is to be named, every operation is one of PyTorch's, so no block is compiled."""
     if facts.config.debug.detect_anomaly and facts.config.compile.enable:
         yield ConfigError(
             "debug.detect_anomaly does not go with compile.enable.",
             where=facts.flag("debug.detect_anomaly"),
-            why="the backward pass of a compiled block is one operation, which has no line of the forward pass",
+            why="the backward pass of a compiled block is one operation without a line of the forward pass",
             fix="--compile.no_enable",
         )
 

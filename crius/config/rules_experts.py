@@ -1,4 +1,4 @@
-"""Rules of how experts are split over ranks."""
+"""Rules about the split of experts over ranks."""
 
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.rules_layout import divisors, reshard_degree_divides
@@ -10,14 +10,14 @@ _TORCH = (2, 13)
 
 
 def _ranks(facts: Facts) -> int:
-    """Ranks that have a layer and share its experts, by expert parallelism and by FSDP."""
+    """Ranks that share the experts of a layer, by expert parallelism and by FSDP."""
     parallelism = facts.config.parallelism
     degrees = (parallelism.context_parallel_degree, parallelism.tensor_parallel_degree)
     return parallelism.shard_degree(facts.num_ranks) * degrees[0] * degrees[1]
 
 
 def expert_parallel_divides(facts: Facts) -> Violations:
-    """Expert parallelism gives each rank as many whole experts, and its ranks are among those that share a layer."""
+    """Expert parallelism gives each rank the same number of whole experts, and its ranks share a layer."""
     degree, model = facts.config.parallelism.expert_parallel_degree, facts.model
     if degree <= 1 or model is None or facts.config.model.num_experts == 0:
         return
@@ -54,7 +54,7 @@ def expert_parallel_divides(facts: Facts) -> Violations:
 
 
 def _uneven(facts: Facts, degree: int, num_ranks: int) -> list[str]:
-    """Sizes of experts that FSDP cannot split over what expert parallelism of ``degree`` leaves of ``num_ranks``."""
+    """Sizes of experts that FSDP cannot split over the ranks that expert parallelism of ``degree`` leaves."""
     assert facts.model is not None
     ranks, experts = num_ranks // degree, facts.model.num_experts // degree
     layer = facts.model.experts[1]
@@ -64,7 +64,7 @@ def _uneven(facts: Facts, degree: int, num_ranks: int) -> list[str]:
 
 
 def experts_split_evenly(facts: Facts) -> Violations:
-    """Where FSDP has more ranks than a rank has experts, it splits each of them inside, into equal parts."""
+    """If FSDP has more ranks than a rank has experts, it splits each expert inside, into equal parts."""
     degree = facts.config.parallelism.expert_parallel_degree
     if not facts.has_experts or min(degree, _ranks(facts)) < 1 or list(expert_parallel_divides(facts)):
         return
@@ -74,10 +74,10 @@ def experts_split_evenly(facts: Facts) -> Violations:
     if degree not in legal:
         shown = [f"--{DEGREE} {n}" for n in legal if n > degree][:1] or [f"--{DEGREE} {n}" for n in legal[-1:]]
         yield LayoutError(
-            f"{ranks // degree} FSDP ranks share {experts // degree} experts of a layer, and do not divide "
+            f"{ranks // degree} FSDP ranks share {experts // degree} experts of a layer and do not divide "
             f"{' and '.join(_uneven(facts, degree, ranks))}, rows of each.",
             where=facts.flag(DEGREE),
-            why="with fewer experts than ranks FSDP splits the rows of every expert, into equal parts",
+            why="with fewer experts than ranks FSDP splits the rows of every expert into equal parts",
             fix=shown[0] if shown else _more_replicas(facts),
         )
 
@@ -106,13 +106,13 @@ def experts_need_torch(facts: Facts) -> Violations:
             f"{name} {max(parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree)} with experts needs "
             f"torch 2.13 or newer; torch {version[1]} is installed.",
             where=facts.flag(name),
-            why="FSDP of older ones has one mesh for all parameters of a layer, and experts lie on another",
+            why="older FSDP has one mesh for all parameters of a layer, and experts need a mesh of their own",
             fix=f"--{name} 1, or {install_line('--upgrade', 'torch>=2.13')}",
         )
 
 
 def experts_are_not_resharded(facts: Facts) -> Violations:
-    """An integer ``reshard_after_forward_mode`` is of whole weights that FSDP alone splits, by their first dim."""
+    """An integer ``reshard_after_forward_mode`` needs whole weights that FSDP alone splits, by their first dim."""
     parallelism, name = facts.config.parallelism, "parallelism.reshard_after_forward_mode"
     degree, mode = parallelism.expert_parallel_degree, parallelism.reshard_after_forward_mode
     if not facts.has_experts or isinstance(mode, str) or degree < 1 or list(reshard_degree_divides(facts)):
@@ -124,7 +124,7 @@ def experts_are_not_resharded(facts: Facts) -> Violations:
             f"{name} {mode} is not possible "
             + (f"with expert_parallel_degree {degree}." if degree > 1 else "where experts are split inside."),
             where=facts.flag(name),
-            why="torch reshards to fewer ranks only what FSDP alone has split, and by its first dim",
+            why="torch reshards to fewer ranks only weights that FSDP alone has split, by their first dim",
             fix=f"--{name} never",
         )
 

@@ -1,4 +1,4 @@
-"""Rules about the layout: degrees, ranks, batches, and which optimisations go together."""
+"""Rules about the layout: degrees, ranks, batches, and which optimisations can be combined."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def divisors(number: int) -> Iterator[int]:
 
 
 def degrees_match_ranks(facts: Facts) -> Violations:
-    """The degrees multiply to the number of ranks, where something else fixed it."""
+    """The product of the degrees is the number of ranks, if something else fixed that number."""
     parallelism, ranks = facts.config.parallelism, facts.asked_ranks
     total = parallelism.total_ranks(ranks)
     if not ranks or total == ranks or total < 1:
@@ -37,7 +37,7 @@ def degrees_match_ranks(facts: Facts) -> Violations:
     unit = parallelism.ranks_beside_shards()
     if parallelism.data_parallel_shard_degree == -1:
         yield LayoutError(
-            f"{ranks} ranks are no multiple of {unit}, the product of {degrees}.",
+            f"{ranks} ranks are not a multiple of {unit}, the product of {degrees}.",
             where=facts.asked_by,
             why="data_parallel_shard_degree -1 takes the ranks left over",
             fix=f"start {-(-ranks // unit) * unit} ranks, or lower a degree",
@@ -52,7 +52,7 @@ def degrees_match_ranks(facts: Facts) -> Violations:
 
 
 def ranks_fit_gpus(facts: Facts) -> Violations:
-    """No more ranks on a machine than it has GPUs, unless the run is on CPUs."""
+    """A machine has no more ranks than GPUs, unless the run is on CPUs."""
     device = facts.config.training.device
     if facts.is_dry:
         return
@@ -61,14 +61,14 @@ def ranks_fit_gpus(facts: Facts) -> Violations:
         yield LayoutError(
             f"{facts.local_ranks} ranks on this machine, which has {facts.num_cores} CPU cores.",
             where=facts.asked_by or "the degrees of [parallelism]",
-            why=f"each rank is a process; more than {most} of them would fill the memory and hardly move",
-            fix="--dry_run shows what each rank would hold and do; or start it on the cluster with torchrun or Slurm",
+            why=f"each rank is a process; more than {most} of them would fill the memory and make hardly any progress",
+            fix="--dry_run shows memory and work of each rank; or start the run on a cluster with torchrun or Slurm",
         )
     if device == "cuda" and facts.num_gpus == 0:
         yield LayoutError(
             "no GPU that torch can use was found.",
             where=facts.flag("training.device"),
-            fix="--training.device cpu; crius doctor says what is missing",
+            fix="--training.device cpu; crius doctor shows what is missing",
         )
     elif device != "cpu" and 0 < facts.num_gpus < facts.local_ranks:
         yield LayoutError(
@@ -80,19 +80,19 @@ def ranks_fit_gpus(facts: Facts) -> Violations:
 
 
 FILES = 128
-"""That a rank has open beside Gloo's connections; with them a rank of an 8-rank run had up to 64."""
+"""Files that a rank has open besides Gloo's connections; with those a rank of an 8-rank run had up to 64."""
 
 
 def open_files_suffice(facts: Facts) -> Violations:
-    """A rank may open a connection to each other rank, and again to those of its groups."""
+    """The limit of open files suffices. A rank may open a connection to each other rank, and again in each group."""
     needed, there = FILES + facts.num_ranks * 3 // 2, most_open_files()
     if not facts.is_dry and there < needed:
         yield LayoutError(
             f"{facts.num_ranks} ranks need about {needed:,} open files each, but this host allows {there:,}.",
             where="the hard limit of open files (ulimit -Hn)",
-            why="Gloo connects each rank with all others, and once more with those of its groups",
-            fix=f"raise it to {needed} or more: LimitNOFILE= of Slurm's or the container's service, or "
-            "/etc/security/limits.conf; a run raises its own soft limit",
+            why="Gloo connects each rank with all others, and again in each of its groups",
+            fix=f"raise it to {needed} or more: LimitNOFILE= of the service of Slurm or the container, or "
+            "/etc/security/limits.conf; a run raises its soft limit itself",
         )
 
 
@@ -111,7 +111,7 @@ def batch_divides(facts: Facts) -> Violations:
         yield ConfigError(
             f"{sentence}.",
             where=", ".join(facts.flag(name) for name in given),
-            why="every rank takes whole microbatches, and no batch may be smaller than the ranks",
+            why="every rank computes whole microbatches, at least one per step",
             fix=f"--training.global_batch_size {remedy.rpartition(' ')[2]} ({remedy})",
         )
 
@@ -127,15 +127,15 @@ def reshard_degree_divides(facts: Facts) -> Violations:
     legal = [n for n in range(2, shards) if shards % n == 0]
     if mode not in legal:
         yield LayoutError(
-            f"{name} {mode} is no proper divisor of the shard degree {shards}.",
+            f"{name} {mode} is not a proper divisor of the shard degree {shards}.",
             where=facts.flag(name),
-            why="weights are resharded to groups of that many ranks; 1 is never, the shard degree itself is always",
+            why="weights are resharded to groups of that many ranks; 1 means never, the shard degree means always",
             fix=f"use {', '.join(map(str, legal)) or 'always or never'}",
         )
 
 
 def reshard_groups_need_all_ranks(facts: Facts) -> Violations:
-    """FSDP makes the groups of an integer reshard mode in a call that all ranks have to make alike."""
+    """FSDP creates the groups of an integer reshard mode in a call that all ranks must make in the same order."""
     parallelism, name = facts.config.parallelism, "parallelism.reshard_after_forward_mode"
     mode = parallelism.reshard_after_forward_mode
     split = {"tensor": parallelism.tensor_parallel_degree, "pipeline": parallelism.pipeline_parallel_degree}
@@ -144,13 +144,13 @@ def reshard_groups_need_all_ranks(facts: Facts) -> Violations:
         yield LayoutError(
             f"{name} {mode} is not possible under {' and '.join(others)} parallelism.",
             where=facts.flag(name),
-            why="torch makes its groups in one call of all ranks, and ranks with other weights would wait for ever",
+            why="torch creates its groups in a call of all ranks, and ranks with different weights would wait for ever",
             fix=f"--{name} never",
         )
 
 
 def tensor_parallel_divides(facts: Facts) -> Violations:
-    """Tensor parallelism splits whole heads and equal parts of the hidden dim and of the sequence."""
+    """Tensor parallelism gives each rank whole heads and equal parts of the hidden dim and of the sequence."""
     name = "parallelism.tensor_parallel_degree"
     degree, model = facts.config.parallelism.tensor_parallel_degree, facts.model
     if degree <= 1 or model is None:
@@ -159,7 +159,7 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
         yield LayoutError(
             f"the sharding plan of {facts.model_name} has no tensor-parallel rows.",
             where=facts.flag(name),
-            why="they say how each module is split",
+            why="the rows say how each module is split",
             fix=f"--{name} 1, or add rows to the plan: docs/adding_a_model.md",
         )
         return
@@ -167,7 +167,7 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
     if min(queries, pairs) < 1:
         return  # known_model reports it
 
-    widths = {layer.feed_forward.width for _, layer in model.layers}  # of experts those that all tokens visit
+    widths = {layer.feed_forward.width for _, layer in model.layers}  # of experts: the shared ones
 
     def undivided(n: int) -> list[str]:
         fitting = {
@@ -184,7 +184,7 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
             f"tensor_parallel_degree {degree} does not divide {' and '.join(undivided(degree))} of "
             f"{facts.model_name}; legal: {shown}.",
             where=facts.flag(name),
-            why="each rank holds whole heads; key/value heads fewer than the ranks are replicated evenly",
+            why="each rank has whole heads; if there are fewer key/value heads than ranks, they are replicated evenly",
             fix=f"use {shown}, e.g. --{name} {max(n for n in legal if n <= degree)}",
         )
 
@@ -200,15 +200,15 @@ def sequence_divides(facts: Facts) -> Violations:
     below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
     parts = [f"{tp} tensor-parallel ranks"] * (tp > 1) + [f"{cp} context-parallel ranks"] * (cp > 1)
     yield LayoutError(
-        f"training.seq_len {seq_len} is no multiple of {unit}, which {' and '.join(parts)} need.",
+        f"training.seq_len {seq_len} is not a multiple of {unit}, which {' and '.join(parts)} need.",
         where=facts.flag("training.seq_len"),
-        why="each rank holds an equal part of every sequence" + ", an early and a late one" * (chunks > cp),
+        why="each rank holds an equal part of every sequence" + ": an early and a late one" * (chunks > cp),
         fix=f"--training.seq_len {below or above}" + f", or {above}" * bool(below),
     )
 
 
 def ulysses_divides(facts: Facts) -> Violations:
-    """Ulysses gives each rank of a sequence whole heads; a single rank has no method."""
+    """Ulysses gives each rank of a sequence whole heads; with a single rank the method has no effect."""
     parallelism, model = facts.config.parallelism, facts.model
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     method = "parallelism.context_parallel_method"
@@ -235,20 +235,20 @@ def ulysses_divides(facts: Facts) -> Violations:
 
 
 def gradient_sync_under_pipeline(facts: Facts) -> Violations:
-    """A pipeline schedule synchronises gradients once a step."""
+    """A pipeline schedule synchronises gradients once per step."""
     config = facts.config
     mode = config.training.gradient_sync
     if config.parallelism.pipeline_parallel_degree > 1 and mode in ("immediate", "auto"):
         yield ConfigError(
             f"gradient_sync {mode} is not possible under pipeline parallelism.",
             where=facts.flag("training.gradient_sync"),
-            why="torch.distributed.pipelining reduces gradients once a step, after the last microbatch",
+            why="torch.distributed.pipelining reduces gradients once per step, after the last microbatch",
             fix="--training.gradient_sync deferred, or leave it out",
         )
 
 
 def async_tensor_parallel_needs(facts: Facts) -> Violations:
-    """Async tensor parallelism is a pass of the compiler over tensor parallelism."""
+    """Async tensor parallelism is a compiler pass over tensor parallelism, so it needs both."""
     config, name = facts.config, "parallelism.enable_async_tensor_parallel"
     if not config.parallelism.enable_async_tensor_parallel:
         return
@@ -261,20 +261,20 @@ def async_tensor_parallel_needs(facts: Facts) -> Violations:
         )
     elif config.compile.backend != "inductor":
         yield ConfigError(
-            f"enable_async_tensor_parallel does nothing with compile.backend {config.compile.backend}.",
+            f"enable_async_tensor_parallel has no effect with compile.backend {config.compile.backend}.",
             where=facts.flag("compile.backend"),
             fix="--compile.backend inductor",
         )
     if config.parallelism.tensor_parallel_degree == 1:
         yield ConfigError(
-            "enable_async_tensor_parallel does nothing at tensor_parallel_degree 1.",
+            "enable_async_tensor_parallel has no effect at tensor_parallel_degree 1.",
             where=facts.flag(name),
             fix="--parallelism.tensor_parallel_degree 2, or leave it out",
         )
 
 
 def compile_flags_have_effect(facts: Facts) -> Violations:
-    """What only matters to torch.compile is given with it."""
+    """Settings of torch.compile are given only with it."""
     compile_ = facts.config.compile
     if compile_.loss and not compile_.enable:
         yield ConfigError(
@@ -284,7 +284,7 @@ def compile_flags_have_effect(facts: Facts) -> Violations:
         yield ConfigError(
             f"compile.backend cudagraphs does not go with {facts.num_ranks} ranks.",
             where=facts.flag("compile.backend"),
-            why="a CUDA graph has fixed addresses, and FSDP gathers weights into other memory in each step",
+            why="a CUDA graph has fixed addresses, and FSDP gathers weights to new addresses in each step",
             fix="--compile.backend inductor",
         )
     names = () if compile_.enable else ("compile.backend", "compile.cache_dir", "compile.max_recompiles")
@@ -298,7 +298,7 @@ def activation_checkpoint_options(facts: Facts) -> Violations:
     owners = {"selective_option": "selective", "save_ops": "selective", "memory_budget": "memory_budget"}
     for name, mode in owners.items():
         is_asked = facts.origin(f"{prefix}.{name}") == "command line"
-        # auto takes its modes with the defaults of their options; none and full of another file may be overridden ones
+        # auto uses the default options of each mode; a file may have options of the mode that none or full replaced
         is_lost = section.mode == "auto" and getattr(section, name) != getattr(ActivationCheckpointConfig(), name)
         if section.mode != mode and (is_asked or is_lost):
             yield ConfigError(
@@ -308,14 +308,14 @@ def activation_checkpoint_options(facts: Facts) -> Violations:
             )
     if isinstance(section.selective_option, int) and section.selective_option < 1:
         yield ConfigError(
-            f"{prefix}.selective_option {section.selective_option} must be op or at least 1.",
+            f"{prefix}.selective_option {section.selective_option} must be op, or an integer of at least 1.",
             where=facts.flag(f"{prefix}.selective_option"),
             fix=f"e.g. --{prefix}.selective_option 2",
         )
     for entry in section.save_ops:
         if entry not in SAVE_OPS and not re.fullmatch(r"\w+\.\w+\.\w+", entry):
             yield ConfigError(
-                f"{prefix}.save_ops {entry} is no category and no ATen op{did_you_mean(entry, SAVE_OPS) or '.'}",
+                f"{prefix}.save_ops {entry} is neither a category nor an ATen op{did_you_mean(entry, SAVE_OPS) or '.'}",
                 where=facts.flag(f"{prefix}.save_ops"),
                 why=f"categories are {', '.join(SAVE_OPS)}; ops are written like aten.mm.default",
                 fix=f"--{prefix}.save_ops attention",
@@ -330,12 +330,12 @@ def activation_checkpoint_options(facts: Facts) -> Violations:
         yield ConfigError(
             f"{prefix}.mode memory_budget needs torch.compile.",
             where=facts.flag(f"{prefix}.mode"),
-            why="its partitioner chooses what to recompute",
+            why="its partitioner chooses the ops to recompute",
             fix="--compile.enable",
         )
     elif section.mode == "memory_budget" and config.compile.backend == "eager":
         yield ConfigError(
-            f"{prefix}.mode memory_budget does nothing with compile.backend eager.",
+            f"{prefix}.mode memory_budget has no effect with compile.backend eager.",
             where=facts.flag("compile.backend"),
             fix="--compile.backend inductor",
         )

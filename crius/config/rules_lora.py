@@ -1,4 +1,4 @@
-"""Rules about LoRA: which layers there are, and what it does not go with."""
+"""Rules about LoRA: its layers, and the settings that exclude it."""
 
 import importlib.util
 import math
@@ -17,7 +17,7 @@ _WHOLE_NUMBERS_TORCH = (2, 12)
 
 
 def lora_flags_have_effect(facts: Facts) -> Violations:
-    """Settings of LoRA that were given on the command line are those of a run that has it."""
+    """Settings of LoRA are given on the command line only if LoRA is on."""
     if facts.config.lora.is_on:
         return
     names = [name for name in vars(LoraConfig()) if name != "rank"]
@@ -31,7 +31,7 @@ def adapters_have_a_size(facts: Facts) -> Violations:
         yield ConfigError(f"lora.rank {lora.rank} is below 0.", where=facts.flag("lora.rank"), fix="--lora.rank 16")
     if not 0 < lora.alpha < math.inf:
         yield ConfigError(
-            f"lora.alpha {lora.alpha} is no number above 0.", where=facts.flag("lora.alpha"), fix="--lora.alpha 16"
+            f"lora.alpha {lora.alpha} must be a number above 0.", where=facts.flag("lora.alpha"), fix="--lora.alpha 16"
         )
     if facts.model is None or not lora.is_on:
         return
@@ -53,9 +53,9 @@ def targets_fit_layers(facts: Facts) -> Violations:
     names = ", ".join(dict.fromkeys(map(numberless, linears)))
     others = [weight.name.removesuffix(".weight") for weight in facts.model.weights] + ["output"]
     for pattern in unmatched(facts.config.lora, facts.model):
-        near, why = nearest(pattern, list(linears)), "adapters are for the linear layers of the blocks"
+        near, why = nearest(pattern, list(linears)), "only linear layers of the blocks get adapters"
         if any(fits(pattern, name) for name in others):
-            why += ", not for embedding, output layer, norms and experts"
+            why += ", not the embedding, the output layer, norms or experts"
         yield ConfigError(
             f"--{_TARGETS} {pattern} matches no linear layer of the blocks of {facts.model_name}"
             + (f", did you mean {near}?" if near else "."),
@@ -66,7 +66,7 @@ def targets_fit_layers(facts: Facts) -> Violations:
 
 
 def lora_goes_with(facts: Facts) -> Violations:
-    """What would touch the frozen weights, or the adapters in a way that was never tried, is refused."""
+    """Settings that would change the frozen weights, or that were never tested with adapters, are refused."""
     config, lora = facts.config, facts.config.lora
     if not lora.is_on:
         return
@@ -75,25 +75,25 @@ def lora_goes_with(facts: Facts) -> Violations:
         (
             is_enabled(dense),
             f"quantize.dense.{kind(dense)}.enable",
-            "adapters are added to what is multiplied in high precision",
+            "adapters are added to layers in high precision",
             f"leave out --quantize.dense.{kind(dense)}.enable",
         ),
         (
             config.optimizer.name == "muon",
             "optimizer.name",
-            "Muon makes the momentum of a whole weight orthogonal, and an adapter is a factor of one",
+            "Muon makes the momentum of a whole weight orthogonal, and an adapter is only a factor of a weight",
             "--optimizer.name adamw",
         ),
         (
             config.training.reproducible,
             "training.reproducible",
-            "its trees sum the gradients of whole units, most of which have none",
+            "its trees sum the gradients of whole units, and most units have none",
             "--training.no_reproducible",
         ),
         (
             config.sdc.recompute_interval > 0,
             "sdc.recompute_interval",
-            "it compares the gradients of whole units, most of which have none",
+            "it compares the gradients of whole units, and most units have none",
             "--sdc.recompute_interval 0",
         ),
     ]
@@ -106,21 +106,22 @@ def lora_goes_with(facts: Facts) -> Violations:
 
 
 def the_model_has_no_state(facts: Facts) -> Violations:
-    """A checkpoint of LoRA has the adapters alone, and what a layer counts while it is trained is neither those nor the
-    base."""
+    """The model has no state that training changes. A checkpoint of LoRA contains the adapters only, so such state
+    would be neither in it nor in the base.
+    """
     state = [buffer.name for buffer in facts.model.buffers if buffer.persistent] if facts.model else []
     if state and facts.config.lora.is_on:
         yield ConfigError(
             f"--lora.rank {facts.config.lora.rank} does not go with {facts.model_name}: its layers have state that "
             f"training changes, such as {state[0]}.",
             where=facts.flag("lora.rank"),
-            why="beside a frozen base it would be neither the base's nor that of the adapters",
+            why="with a frozen base it would be neither in the base nor in the adapters",
             fix="--lora.rank 0 trains all weights",
         )
 
 
 def quantized_base_fits(facts: Facts) -> Violations:
-    """A base in fewer bits is not split by tensor parallelism, and torchao rounds it."""
+    """A base in fewer bits is not split by tensor parallelism, and torchao can round at least one layer."""
     config, lora = facts.config, facts.config.lora
     if not lora.is_on or lora.base == "keep":
         return
@@ -151,20 +152,20 @@ def quantized_base_fits(facts: Facts) -> Violations:
 
 
 def split_base_needs_torch(facts: Facts) -> Violations:
-    """FSDP splits weights of whole numbers since torch 2.12."""
+    """FSDP can split integer weights from torch 2.12 on."""
     lora, version = facts.config.lora, installed_torch()
     if lora.is_on and lora.base != "keep" and facts.num_ranks > 1 and version and version[0] < _WHOLE_NUMBERS_TORCH:
         yield LayoutError(
             f"--lora.base {lora.base} on {facts.num_ranks} ranks needs torch 2.12 or newer; torch {version[1]} is "
             "installed.",
             where=facts.flag("lora.base"),
-            why="FSDP of older ones takes weights of floating-point numbers only",
+            why="FSDP of older versions takes floating-point weights only",
             fix=f"--lora.base keep, one rank, or {install_line('--upgrade', 'torch>=2.12')}",
         )
 
 
 def every_stage_has_adapters(facts: Facts) -> Violations:
-    """Each stage of a pipeline trains something: gradients flow back through all of them."""
+    """Each stage of a pipeline has an adapter, because gradients flow back through all of them."""
     parallelism, model, lora = facts.config.parallelism, facts.model, facts.config.lora
     if model is None or not lora.is_on or parallelism.pipeline_parallel_degree < 2 or list(modules_split(facts)):
         return
@@ -179,7 +180,7 @@ def every_stage_has_adapters(facts: Facts) -> Violations:
         yield LayoutError(
             f"stage {empty[0]} of {len(stages)} of the pipeline has no adapter.",
             where=f"{facts.flag(_TARGETS)}, {facts.flag('parallelism.pipeline_parallel_degree')}",
-            why="a stage sends back the gradients of what it trains and of what comes before",
+            why="a stage needs something to train to send gradients back to the stage before",
             fix=f"--{_TARGETS} with patterns that fit layers of each stage, or leave it out",
         )
 

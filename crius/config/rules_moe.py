@@ -9,20 +9,20 @@ SETTINGS = ("aux_loss", "aux_loss_coefficient", "z_loss_coefficient", "bias_upda
 
 
 def balance_is_of_sequences(facts: Facts) -> Violations:
-    """A balance loss looks at what no layout splits, the tokens of one sequence."""
+    """A balance loss is taken over the tokens of one sequence, which no layout splits."""
     asked = facts.config.moe.aux_loss
     if asked not in ("sequence", "none"):
         yield ConfigError(
-            f"moe.aux_loss {asked} is not sequence or none.",
+            f"moe.aux_loss {asked} must be sequence or none.",
             where=facts.flag("moe.aux_loss"),
-            why="a balance loss of a microbatch, or of a rank's part of the batch, depends on how the batch is split: "
-            "another layout would have another curve",
+            why="a balance loss over a microbatch or a rank's part of the batch depends on how the batch is split: "
+            "another layout would give another curve",
             fix="--moe.aux_loss sequence",
         )
 
 
 def settings_need_experts(facts: Facts) -> Violations:
-    """What balances experts does nothing where there are none."""
+    """Settings that balance experts are given only for models with experts."""
     if facts.model is None or facts.config.model.num_experts == 0:
         return  # known_model or ranges reports it
     if not facts.model.num_experts:
@@ -41,7 +41,7 @@ def settings_need_experts(facts: Facts) -> Violations:
 
 
 def experts_are_enough(facts: Facts) -> Violations:
-    """A token visits some of the experts, and each of them once."""
+    """A token visits some of the experts, each of them once."""
     model = facts.model
     if model is None or not model.num_experts or min(model.num_experts, model.top_k) < 1:
         return  # known_model reports it
@@ -57,7 +57,7 @@ def experts_are_enough(facts: Facts) -> Violations:
     if not model.dense[0] and not is_free:
         row = (
             "--model.ffn_dim",
-            f": all layers of {facts.model_name} have experts, of model.expert_ffn_dim",
+            f": all layers of {facts.model_name} have experts, whose width is model.expert_ffn_dim",
             "leave it out",
         )
         yield from without_effect(facts, [row])
@@ -97,7 +97,7 @@ def some_layer_has_experts(facts: Facts) -> Violations:
 
 
 def groups_have_enough(facts: Facts) -> Violations:
-    """Groups are equal, each is judged by two of its experts, and the best of them have those that a token visits."""
+    """Groups have equal size and at least two experts, and the best groups have enough experts for a token."""
     model = facts.model
     groups = getattr(model.config, "num_groups", 1) if model else 1
     if model is None or not facts.has_experts or groups <= 1 or min(model.num_experts, model.top_k) < 1:
@@ -105,7 +105,7 @@ def groups_have_enough(facts: Facts) -> Violations:
     experts, best = model.num_experts, model.config.top_groups
     if experts % groups or experts < 2 * groups:
         yield ConfigError(
-            f"model.num_experts {experts} does not make {groups} equal groups of two or more.",
+            f"model.num_experts {experts} does not divide into {groups} equal groups of two or more.",
             where=facts.flag("model.num_experts"),
             why=f"{facts.model_name} chooses among its groups by their two best experts",
             fix=f"--model.num_experts {max(2, -(-experts // groups)) * groups}",
@@ -121,21 +121,21 @@ def groups_have_enough(facts: Facts) -> Violations:
 
 
 def muon_needs_matrices(facts: Facts) -> Violations:
-    """Muon would treat stacked experts as no matrices, and leave them to AdamW without a word."""
+    """Muon would not recognise stacked experts as matrices, and would leave them to AdamW without a message."""
     optimizer = facts.config.optimizer
     if not facts.has_experts:
         return
     try:
         specs = [parse_group(text) for text in optimizer.param_groups]
     except ValueError:
-        return  # another rule says so
+        return  # another rule reports it
     experts = [weight.name for weight in facts.model.weights if weight.kind == "expert"]
     chosen = {name: spec.optimizer if (spec := group_of(specs, name)) else None for name in experts}
     if any((kind or optimizer.name) == "muon" for kind in chosen.values()):
         yield ConfigError(
             f"Muon does not update the experts of {facts.model_name}.",
             where=facts.flag("optimizer.name"),
-            why="it is not built yet for matrices that are stacked",
+            why="Muon for stacked matrices is not built yet",
             fix='--optimizer.param_groups "feed_forward.experts: optimizer=adamw", or --optimizer.name adamw',
         )
 

@@ -1,4 +1,4 @@
-"""Rules about the pipeline: stages, microbatches, schedule files, and what does not go with a split backward."""
+"""Rules about the pipeline: stages, microbatches, schedule files, and the settings that a split backward excludes."""
 
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.parallelism import ParallelismConfig
@@ -20,11 +20,11 @@ from crius.plugins import install_line, installed_torch
 
 _DEFAULTS = ParallelismConfig()
 _SPLITTING_TORCH = (2, 13)
-"""The first torch whose split backward can ask for gradients at nodes of autograd functions written in Python."""
+"""The first torch whose split backward supports autograd functions written in Python."""
 
 
 def _is_sound(facts: Facts) -> bool:
-    """Whether there is a pipeline whose stages can be counted; if not, another rule says why."""
+    """Whether there is a pipeline with a valid number of stages; if not, another rule reports why."""
     parallelism = facts.config.parallelism
     if parallelism.pipeline_parallel_degree <= 1:
         return False
@@ -32,7 +32,7 @@ def _is_sound(facts: Facts) -> bool:
 
 
 def pipeline_flags_have_effect(facts: Facts) -> Violations:
-    """What was given on the command line for a pipeline is not given to none, nor twice over."""
+    """Settings of a pipeline are not given without a pipeline, nor given twice."""
     parallelism = facts.config.parallelism
     less = ("first_stage_less_layers", "last_stage_less_layers")
     found: list[tuple[str, str]] = []
@@ -40,7 +40,7 @@ def pipeline_flags_have_effect(facts: Facts) -> Violations:
         fields = ("schedule", "schedule_csv", "stages_per_rank", *less, "module_names_per_stage")
         found = [(field, "pipeline_parallel_degree 1") for field in fields]
     elif parallelism.pipeline_parallel_schedule_csv:
-        found = [(field, "a schedule file, which says both") for field in ("schedule", "stages_per_rank")]
+        found = [(field, "a schedule file, which sets both") for field in ("schedule", "stages_per_rank")]
     if parallelism.pipeline_parallel_module_names_per_stage and parallelism.pipeline_parallel_degree > 1:
         found += [(field, "explicit modules of each stage") for field in less]
     values, defaults = vars(parallelism), vars(_DEFAULTS)
@@ -51,7 +51,7 @@ def pipeline_flags_have_effect(facts: Facts) -> Violations:
 
 
 def schedule_file_runs(facts: Facts) -> Violations:
-    """A schedule file can be read, is for these ranks, and comes to its end."""
+    """A schedule file can be read, is for these ranks, and runs to its end."""
     parallelism = facts.config.parallelism
     if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule_csv:
         try:
@@ -61,7 +61,7 @@ def schedule_file_runs(facts: Facts) -> Violations:
 
 
 def stages_per_rank_suit(facts: Facts) -> Violations:
-    """The schedule takes so many stages a rank."""
+    """The schedule can run the given number of stages per rank."""
     parallelism = facts.config.parallelism
     given, schedule = parallelism.pipeline_parallel_stages_per_rank, parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_degree <= 1 or parallelism.pipeline_parallel_schedule_csv or given == -1:
@@ -73,7 +73,7 @@ def stages_per_rank_suit(facts: Facts) -> Violations:
         right = f"exactly {least}" if least == most else f"at least {least}"
         other = f", or --{PREFIX}schedule interleave_1f1b" if most == 1 and given > 1 else ""
         yield LayoutError(
-            f"{name} {given}: {schedule} has {right} on each rank.",
+            f"{name} {given} does not suit {schedule}, which needs {right} on each rank.",
             where=facts.flag(name),
             fix=f"--{name} -1 (here: {least})" + other,
         )
@@ -94,13 +94,13 @@ def modules_split(facts: Facts) -> Violations:
         return
     degree, each = parallelism.pipeline_parallel_degree, stages_per_rank(parallelism)
     name, legal = f"{PREFIX}degree", range(2, layers // each + 1)
-    halves = [n for n in legal if degree % n == 0]  # so that the ranks still divide
+    halves = [n for n in legal if degree % n == 0]  # the ranks still divide
     if legal and not parallelism.pipeline_parallel_schedule_csv:
         fix = f"--{name} {max(halves or legal)}"
     else:
         fix = f"--model.num_layers {stages}, or a schedule with fewer stages"
     yield LayoutError(
-        f"{degree} pipeline ranks of {each} stages are {stages} stages, more than the {layers} layers of "
+        f"{degree} pipeline ranks with {each} stages each make {stages} stages, more than the {layers} layers of "
         f"{facts.model_name}; legal degrees: {', '.join(map(str, [1, *legal]))}.",
         where=facts.flag(name),
         why="every stage has at least one layer",
@@ -109,7 +109,7 @@ def modules_split(facts: Facts) -> Violations:
 
 
 def microbatches_suit(facts: Facts) -> Violations:
-    """The schedule takes the number of microbatches that the batch sizes make."""
+    """The schedule can run the number of microbatches that follows from the batch sizes."""
     parallelism, training, ranks = facts.config.parallelism, facts.config.training, facts.data_parallel_ranks
     sizes = (training.local_batch_size, training.global_batch_size)
     if not _is_sound(facts) or ranks < 1 or any(size < 1 and size != -1 for size in sizes):
@@ -135,8 +135,8 @@ def microbatches_suit(facts: Facts) -> Violations:
         fix = f"--training.global_batch_size {total} --training.local_batch_size -1"
     schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
     yield LayoutError(
-        f"{count} microbatches a step do not suit {schedule} on {parallelism.pipeline_parallel_degree} pipeline ranks; "
-        f"{shown}.",
+        f"{count} microbatches per step do not suit {schedule} on {parallelism.pipeline_parallel_degree} pipeline ranks"
+        f"; {shown}.",
         where=", ".join(facts.flag(name) for name in given) or facts.flag(f"{PREFIX}degree"),
         why=f"every multiple of {unit} fills the pipeline",
         fix=fix,
@@ -144,7 +144,7 @@ def microbatches_suit(facts: Facts) -> Violations:
 
 
 def split_backward_goes_with(facts: Facts) -> Violations:
-    """A schedule that runs the backward in two parts needs torch 2.13, and eager blocks with their weights at hand."""
+    """A schedule with a split backward needs torch 2.13, eager blocks, and weights that stay gathered."""
     config = facts.config
     parallelism = config.parallelism
     if not _is_sound(facts) or not splits_backward(parallelism):
@@ -158,7 +158,7 @@ def split_backward_goes_with(facts: Facts) -> Violations:
         yield LayoutError(
             f"{schedule} needs torch 2.13 or newer; torch {version[1]} is installed.",
             where=facts.flag(f"{PREFIX}{asked}"),
-            why="older ones compute no gradients of weights apart where an operator is an autograd function in Python",
+            why="older versions cannot compute gradients of weights apart through autograd functions in Python",
             fix=f"{other}, or {install_line('--upgrade', 'torch>=2.13')}",
         )
     mode = parallelism.reshard_after_forward_mode
@@ -167,7 +167,7 @@ def split_backward_goes_with(facts: Facts) -> Violations:
         yield LayoutError(
             f"{name} {mode} loses gradients under {schedule}.",
             where=facts.flag(name),
-            why="gradients of weights come after another microbatch's forward has freed the gathered weights",
+            why="gradients of weights are computed after another microbatch's forward has freed the gathered weights",
             fix=f"--{name} never, or {other}",
         )
     if config.activation_checkpoint.mode not in ("none", "auto"):
@@ -175,7 +175,7 @@ def split_backward_goes_with(facts: Facts) -> Violations:
         yield LayoutError(
             f"{name} {config.activation_checkpoint.mode} does not go with {schedule}.",
             where=facts.flag(name),
-            why="the backward goes over a block once for each group of weights: full recomputes it anew, selective "
+            why="the backward visits a block once for each group of weights: full recomputes it each time, selective "
             "fails",
             fix=f"--{name} none, or {other}",
         )
@@ -183,7 +183,7 @@ def split_backward_goes_with(facts: Facts) -> Violations:
         yield LayoutError(
             f"compile.enable does not go with {schedule}.",
             where=facts.flag("compile.enable"),
-            why="a compiled block has one backward for inputs and weights, which would run twice",
+            why="a compiled block has one backward for inputs and weights, and it would run twice",
             fix=f"--compile.no_enable, or {other}",
         )
 

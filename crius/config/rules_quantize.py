@@ -1,4 +1,4 @@
-"""Rules about low precision: which linear layers there are, whether their dims suit, and what has an effect."""
+"""Rules about low precision: layers, dims, and settings without effect."""
 
 import math
 import re
@@ -32,7 +32,7 @@ _GATHER = f"{_DENSE}float8.enable_fsdp_float8_all_gather"
 
 
 def _is_sound(facts: Facts) -> bool:
-    """Whether some layers of a sound model and layout are to be converted; if not, another rule says why."""
+    """Whether some layers of a valid model and layout are to be converted; if not, another rule reports why."""
     if not is_enabled(facts.config.quantize.dense) or facts.model is None or facts.plan is None:
         return False
     sizes = (facts.model.vocab_size, facts.model.num_layers, facts.model.num_kv_heads)
@@ -41,7 +41,7 @@ def _is_sound(facts: Facts) -> bool:
 
 
 def _choices(facts: Facts) -> list[LinearChoice]:
-    """Of a sound run, on a device without such matmuls: ranks and rules may be on another machine than the GPUs."""
+    """Choices of a valid run, for a device without low-precision matmuls: the rules may run on a host without GPUs."""
     return linear_choices(facts.config, facts.model, facts.plan, accelerated=False)
 
 
@@ -59,13 +59,13 @@ def one_low_precision(facts: Facts) -> Violations:
 
 
 def _given(name: str, patterns: tuple[str, ...]) -> str:
-    """What to type to give ``patterns``."""
+    """Flags that give ``patterns``."""
     single = [part for pattern in patterns for part in pattern.split(",") if part]
     return " ".join(f"--{name} {shlex.quote(pattern)}" for pattern in single)
 
 
 def patterns_fit_layers(facts: Facts) -> Violations:
-    """Every pattern fits a linear layer, and none is to be both kept and converted."""
+    """Every pattern fits a linear layer, and no layer is to be both kept and converted."""
     if facts.model is None:
         return
     dense, linears = facts.config.quantize.dense, list(facts.model.linears)
@@ -81,7 +81,7 @@ def patterns_fit_layers(facts: Facts) -> Violations:
                 near = nearest(pattern, linears)
                 hint = f", did you mean {near}?" if near else "."
             names = ", ".join(dict.fromkeys(map(numberless, linears)))
-            if "," in pattern:  # fits nothing as it is
+            if "," in pattern:  # such a pattern fits no layer
                 near, hint = pattern, ": repeat the flag for each pattern."
             mended = tuple(near if other == pattern else other for other in patterns)
             yield ConfigError(
@@ -101,7 +101,7 @@ def patterns_fit_layers(facts: Facts) -> Violations:
 
 
 def _include_without(facts: Facts, linears: Iterable[str]) -> str:
-    """What to type to include none of ``linears``."""
+    """Flags that include none of ``linears``."""
     name, names = f"{_DENSE}include", list(linears)
     patterns = facts.config.quantize.dense.include
     left = tuple(pattern for pattern in patterns if not any(fits(pattern, linear) for linear in names))
@@ -109,7 +109,7 @@ def _include_without(facts: Facts, linears: Iterable[str]) -> str:
 
 
 def included_layers_divide(facts: Facts) -> Violations:
-    """What is asked to be converted has dims that low-precision matmuls take."""
+    """Layers that are asked to be converted have dims that low-precision matmuls accept."""
     dense = facts.config.quantize.dense
     if not _is_sound(facts) or dense.pad_inner_dim:
         return
@@ -133,15 +133,15 @@ def included_layers_divide(facts: Facts) -> Violations:
             "; ".join(f"{linear}: {problem}" for linear, problem in problems.items()) + ".",
             where=facts.flag(f"{_DENSE}include"),
             why=f"{kind(dense)} matmuls need both dims divisible by {block(dense)}, after tensor-parallel sharding: on "
-            "a GPU the kernel refuses others",
+            "a GPU the kernel refuses other dims",
             fix=", or ".join(fixes),
         )
 
 
 def tokens_divide(facts: Facts) -> Violations:
-    """The gradient of a weight contracts over the tokens of a microbatch, which must be whole blocks."""
+    """The tokens of a microbatch make whole blocks, because the gradient of a weight contracts over them."""
     config, dense = facts.config, facts.config.quantize.dense
-    needs_none = kind(dense) == "float8" and dense.float8.recipe == "rowwise_with_gw_hp"  # there it is high precision
+    needs_none = kind(dense) == "float8" and dense.float8.recipe == "rowwise_with_gw_hp"  # its weight gradient is not
     if not _is_sound(facts) or dense.pad_inner_dim or needs_none or facts.data_parallel_ranks < 1:
         return
     if config.training.seq_len < 1 or list(sequence_divides(facts)):
@@ -160,13 +160,13 @@ def tokens_divide(facts: Facts) -> Violations:
     yield LayoutError(
         f"a rank's microbatch has {share} = {tokens} tokens, {tokens} mod {unit} = {tokens % unit}.",
         where=", ".join(map(facts.flag, ("training.seq_len", "training.local_batch_size"))),
-        why=f"the gradient of a {kind(dense)} layer's weight is a matmul over them, which takes multiples of {unit}",
+        why=f"the gradient of a {kind(dense)} layer's weight is a matmul over the tokens, in multiples of {unit}",
         fix=f"--training.seq_len {max(1, length // step) * step}, or --{_DENSE}pad_inner_dim",
     )
 
 
 def quantize_flags_have_effect(facts: Facts) -> Violations:
-    """What was given on the command line for one precision is not given to none or to another."""
+    """A setting of one precision is not given on the command line without that precision."""
     dense = facts.config.quantize.dense
     float8, mxfp8 = f"{_DENSE}float8.", f"{_DENSE}mxfp8."
     fields_of_float8 = ("recipe", "enable_fsdp_float8_all_gather", "precompute_scale", "emulate")
@@ -185,7 +185,7 @@ def quantize_flags_have_effect(facts: Facts) -> Violations:
 
 
 def float8_gather_suits(facts: Facts) -> Violations:
-    """Weights are gathered in float8 with one scale for a tensor, and as they are."""
+    """Weights that are gathered in float8 have one scale per tensor and are not padded."""
     float8 = facts.config.quantize.dense.float8
     if not float8.enable:
         return
@@ -194,7 +194,7 @@ def float8_gather_suits(facts: Facts) -> Violations:
         yield ConfigError(
             f"--{name} has no effect without --{_GATHER}.",
             where=facts.flag(name),
-            why="the scales are those of gathered weights",
+            why="the scales are for gathered weights",
             fix=f"--{_GATHER}, or leave out --{name}",
         )
     if not float8.enable_fsdp_float8_all_gather:
@@ -211,7 +211,7 @@ def float8_gather_suits(facts: Facts) -> Violations:
         yield ConfigError(
             f"--{_GATHER} does not go with recipe {float8.recipe}.",
             where=f"{facts.flag(_GATHER)}, {facts.flag(f'{_DENSE}float8.recipe')}",
-            why="weights are scaled by row in the forward, by column in the backward; a shard has no whole column",
+            why="the forward scales weights by row and the backward by column, but a shard has no whole column",
             fix=f"--{_DENSE}float8.recipe tensorwise, or leave out --{_GATHER}",
         )
     padded = [c for c in _choices(facts) if c.is_converted and c.padded != c.local] if _is_sound(facts) else []
@@ -221,13 +221,13 @@ def float8_gather_suits(facts: Facts) -> Violations:
             f"--{_GATHER} does not go with --{_DENSE}pad_inner_dim, which pads {numberless(padded[0].name)} from "
             f"{local} to {rounded}.",
             where=f"{facts.flag(_GATHER)}, {facts.flag(f'{_DENSE}pad_inner_dim')}",
-            why="weights are padded before they are rounded to float8, gathered ones are rounded already",
+            why="weights are padded before they are rounded to float8, but gathered weights are already rounded",
             fix=f"leave out --{_GATHER}",
         )
 
 
 def something_is_converted(facts: Facts) -> Violations:
-    """A run that is to be in low precision has a layer that is."""
+    """A run in low precision converts at least one layer."""
     dense = facts.config.quantize.dense
     if not _is_sound(facts) or list(included_layers_divide(facts)):
         return
@@ -248,7 +248,7 @@ def something_is_converted(facts: Facts) -> Violations:
 
 
 def chunked_loss_has_its_layer(facts: Facts) -> Violations:
-    """The chunked loss multiplies with the output layer itself, in high precision."""
+    """The chunked loss multiplies with the weight of the output layer itself, so that layer stays in high precision."""
     if facts.config.kernels.linear_cross_entropy != "chunked" or not _is_sound(facts):
         return
     if list(included_layers_divide(facts)) or not converts_output(_choices(facts), facts.plan):
@@ -257,7 +257,7 @@ def chunked_loss_has_its_layer(facts: Facts) -> Violations:
     yield ConfigError(
         "kernels.linear_cross_entropy chunked does not go with an output layer in low precision.",
         where=", ".join(map(facts.flag, names)),
-        why="it multiplies with that layer's weight itself, as it is",
+        why="it multiplies with the weight of that layer itself, in high precision",
         fix=f"--{names[0]} off",
     )
 

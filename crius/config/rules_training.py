@@ -1,4 +1,4 @@
-"""Rules about the optimizer, checkpoints, kernels, steps that spike, reproducible runs and checks that repeat work."""
+"""Rules about the optimizer, checkpoints, kernels, loss spikes, reproducible runs and checks that repeat work."""
 
 import shlex
 
@@ -13,7 +13,7 @@ _GROUPS = "optimizer.param_groups"
 
 
 def _parsed(facts: Facts) -> list[GroupSpec]:
-    """The entries that are of their form."""
+    """The well-formed entries of ``optimizer.param_groups``."""
     found = []
     for text in facts.config.optimizer.param_groups:
         try:
@@ -28,7 +28,7 @@ def _flag(text: str) -> str:
 
 
 def param_groups_are_well_formed(facts: Facts) -> Violations:
-    """Every entry is PATTERN: key=value ..., with keys and values that there are."""
+    """Every entry has the form PATTERN: key=value ..., with known keys and values."""
     for text in facts.config.optimizer.param_groups:
         try:
             parse_group(text)
@@ -36,13 +36,13 @@ def param_groups_are_well_formed(facts: Facts) -> Violations:
             yield ConfigError(
                 f"{_GROUPS} {text!r} {error}.",
                 where=facts.flag(_GROUPS),
-                why=f"an entry is a pattern, a colon, and some of {', '.join(KEYS)} (adamw or muon), each with a value",
+                why=f"an entry is a pattern, a colon, and values for some of {', '.join(KEYS)} (adamw or muon)",
                 fix=f"e.g. {_flag(EXAMPLE)}",
             )
 
 
 def param_groups_fit_parameters(facts: Facts) -> Violations:
-    """Every pattern fits a parameter, and Muon gets matrices only."""
+    """Every pattern fits a parameter, and Muon gets only matrices."""
     if facts.model is None:
         return
     shapes, specs = {weight.name: weight.shape for weight in facts.model.trained}, _parsed(facts)
@@ -73,7 +73,7 @@ def param_groups_fit_parameters(facts: Facts) -> Violations:
 
 
 def _text(spec: GroupSpec, pattern: str) -> str:
-    """A spec as it is typed, with another pattern."""
+    """A spec as a user types it, with another pattern."""
     parts = [f"lr_factor={spec.lr_factor:g}"] if spec.lr_factor != 1 else []
     parts += [f"weight_decay={spec.weight_decay:g}"] if spec.weight_decay is not None else []
     parts += [f"optimizer={spec.optimizer}"] if spec.optimizer else []
@@ -90,7 +90,7 @@ def _examples(names: list[str]) -> str:
 
 
 def optimizer_flags_have_effect(facts: Facts) -> Violations:
-    """What was given on the command line for Muon or for bfloat16 is not given to a run without."""
+    """Settings of Muon or of bfloat16 storage are not given on the command line for a run without them."""
     optimizer, dtype = facts.config.optimizer, facts.config.training.dtype
     has_muon = optimizer.name == "muon" or any(spec.optimizer == "muon" for spec in _parsed(facts))
     of_muon = [] if has_muon else [f"optimizer.{name}" for name in vars(optimizer) if name.startswith("muon_")]
@@ -102,7 +102,7 @@ def optimizer_flags_have_effect(facts: Facts) -> Violations:
         name = "optimizer.stochastic_rounding"
         reason = f" with training.dtype {dtype} and optimizer.state_dtype {optimizer.state_dtype}"
         fix = f"leave out --{name}, or --optimizer.state_dtype bfloat16"
-        yield from without_effect(facts, [(name, reason, fix)], "it is about values that are stored in bfloat16")
+        yield from without_effect(facts, [(name, reason, fix)], "it rounds only values that are stored in bfloat16")
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
@@ -113,7 +113,7 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
 
 
 def stability_flags_have_effect(facts: Facts) -> Violations:
-    """Settings that were given on the command line belong to a policy of this run."""
+    """Settings on the command line belong to a policy of this run."""
     stability = facts.config.stability
     no_spikes = stability.spike == "off"
     counts = stability.nonfinite != "stop" or stability.spike in ("skip", "warn")
@@ -129,7 +129,7 @@ def stability_flags_have_effect(facts: Facts) -> Violations:
         (
             "max_consecutive",
             not counts,
-            f"stability.nonfinite stop and spike {stability.spike}: the run goes on after neither",
+            f"stability.nonfinite stop and spike {stability.spike}, after which no run continues",
             "--stability.nonfinite skip",
         ),
     )
@@ -147,7 +147,7 @@ _HALF_ONLY = ("cudnn", "flash", "varlen", *_FLASH_VERSIONS)  # on a GPU: bfloat1
 
 
 def _is_on_gpu(facts: Facts) -> bool:
-    """Of the run, or of the one that a dry run stands for."""
+    """Whether the run, or the run that a dry run stands for, is on GPUs."""
     device = facts.config.training.device
     return device == "cuda" or (device == "auto" and (facts.num_gpus > 0 or facts.is_dry))
 
@@ -159,14 +159,14 @@ def cpu_kernels_run_on_cpus(facts: Facts) -> Violations:
         if asked and on_gpu:
             value = "onednn" if name == _LINEAR else "fused"
             yield ConfigError(
-                f"{name} {value} is for CPUs, and the run is on GPUs.",
+                f"{name} {value} is for CPUs, but the run is on GPUs.",
                 where=facts.flag(name),
                 fix=f"--{name} torch, or --training.device cpu",
             )
 
 
 def attention_backend_runs(facts: Facts) -> Violations:
-    """The backend of attention takes the device, the dtype and the mask."""
+    """The backend of attention supports the device, the dtype and the mask."""
     config, asked = facts.config, facts.config.kernels.attention
     on_gpu, has_mask = _is_on_gpu(facts), config.model.attention_mask == "document"
     why, fix = "", f"--{_ATTENTION} auto"
@@ -174,13 +174,13 @@ def attention_backend_runs(facts: Facts) -> Violations:
         if asked == "blocked":
             why, fix = obstacle(config)
         elif asked not in ("auto", "flash", "math"):
-            why = "a CPU has flash, math and blocked"
+            why = "on a CPU the backends are flash, math and blocked"
     elif asked == "blocked":
         why, fix = "it is for CPUs", f"{fix}, or --training.device cpu"
     elif asked in _HALF_ONLY and config.training.mixed_precision_param == "float32":
-        why, fix = "on a GPU it takes 16-bit numbers only", f"--training.mixed_precision_param bfloat16, or {fix}"
+        why, fix = "on a GPU it needs 16-bit numbers", f"--training.mixed_precision_param bfloat16, or {fix}"
     elif asked == "cudnn" and config.debug.deterministic:
-        why, fix = "its backward pass is not deterministic, as debug.deterministic wants it", f"--{_ATTENTION} flash"
+        why, fix = "its backward pass is not deterministic, but debug.deterministic is on", f"--{_ATTENTION} flash"
     elif asked in ("cudnn", "flash") and has_mask:
         # pytorch/pytorch#196678
         why = "it takes no mask" if asked == "flash" else "its gradient of masked attention is NaN at some lengths"
@@ -190,7 +190,7 @@ def attention_backend_runs(facts: Facts) -> Violations:
     elif asked in ("varlen", *_FLASH_VERSIONS) and has_mask:
         why = varlen_obstacle(config, facts.model)
     elif asked not in ("auto", *_FLASH_VERSIONS) and config.parallelism.context_parallel_degree > 1:
-        why = "context parallelism makes masks of its own, and takes the backends that have them"
+        why = "context parallelism makes masks of its own, which it does not support"
     if why:
         yield ConfigError(f"{_ATTENTION} {asked} does not run here.", where=facts.flag(_ATTENTION), why=why, fix=fix)
 
@@ -199,7 +199,7 @@ KERNEL_RULES: tuple[Rule, ...] = (cpu_kernels_run_on_cpus, attention_backend_run
 
 
 def checkpoint_flags_have_effect(facts: Facts) -> Violations:
-    """Settings of checkpoints that were given on the command line are those of a run that has checkpoints."""
+    """Settings of checkpoints are given on the command line only if the run has checkpoints."""
     checkpoint, reason = facts.config.checkpoint, ": this run neither saves checkpoints nor resumes"
     names = [f"checkpoint.{name}" for name in vars(checkpoint) if name not in ("enable", "init_from")]
     rows = [(name, reason, f"--checkpoint.enable, or leave out --{name}") for name in names]
@@ -209,37 +209,37 @@ def checkpoint_flags_have_effect(facts: Facts) -> Violations:
 
 
 def checkpoints_have_a_folder(facts: Facts) -> Violations:
-    """An empty name would put the checkpoints among the files of the run folder."""
+    """The folder of checkpoints has a name: an empty one would put them among the files of the run folder."""
     folder = facts.config.checkpoint.folder
     if not folder.strip():
         yield ConfigError(
-            f"checkpoint.folder {folder!r} names no folder.",
+            f"checkpoint.folder {folder!r} is not a folder's name.",
             where=facts.flag("checkpoint.folder"),
-            why="checkpoints have a folder of their own inside the run folder, or elsewhere",
+            why="checkpoints need a folder of their own, inside the run folder or elsewhere",
             fix=f"--checkpoint.folder {CheckpointConfig.folder}, which is the default",
         )
 
 
 def checkpoints_outlive_the_process(facts: Facts) -> Violations:
-    """Checkpoints do not lie in the memory of a process, where fsspec would put them."""
+    """Checkpoints are not kept in the memory of a process, where fsspec's memory URLs would put them."""
     for name in ("folder", "load_path", "init_from"):
         value = getattr(facts.config.checkpoint, name)
         if value.startswith("memory://"):
             yield ConfigError(
-                f"checkpoint.{name} {value} would be gone with the process.",
+                f"checkpoint.{name} {value} is in memory and would be lost when the process ends.",
                 where=facts.flag(f"checkpoint.{name}"),
-                fix=f"name a folder, or a URL of a store that stays, e.g. --checkpoint.{name} checkpoints",
+                fix=f"give a folder, or the URL of a permanent store, e.g. --checkpoint.{name} checkpoints",
             )
 
 
 def a_run_starts_from_one_thing(facts: Facts) -> Violations:
-    """Weights alone, or the whole state of another run."""
+    """A run starts from weights alone or from the whole state of another run, not from both."""
     checkpoint = facts.config.checkpoint
     if checkpoint.init_from and checkpoint.load_path:
         yield ConfigError(
-            f"checkpoint.init_from {checkpoint.init_from} and checkpoint.load_path {checkpoint.load_path} are given.",
+            f"checkpoint.init_from {checkpoint.init_from} excludes checkpoint.load_path {checkpoint.load_path}.",
             where=facts.flag("checkpoint.init_from"),
-            why="init_from takes weights alone and starts at step 0, load_path goes on from all of a checkpoint",
+            why="init_from loads the weights only and starts at step 0, load_path continues from a whole checkpoint",
             fix="leave out one of them",
         )
 
@@ -257,7 +257,9 @@ _SHARDS = "training.virtual_shards"
 
 
 def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
-    """Virtual shards are a power of two, which the data-parallel ranks divide; a microbatch is one of them."""
+    """The number of virtual shards is a power of two that the data-parallel ranks divide, and a microbatch is one
+    shard.
+    """
     training, ranks = facts.config.training, facts.data_parallel_ranks
     shards = training.virtual_shards
     if not training.reproducible:
@@ -268,9 +270,9 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
     if shards & (shards - 1):
         below = 1 << (shards.bit_length() - 1)
         yield ConfigError(
-            f"{_SHARDS} {shards} is no power of two.",
+            f"{_SHARDS} {shards} is not a power of two.",
             where=facts.flag(_SHARDS),
-            why="their gradients are summed as a binary tree, of which every layout holds whole branches",
+            why="their gradients are summed as a binary tree, and every layout has whole branches of it",
             fix=f"--{_SHARDS} {below} or {2 * below}",
         )
     elif shards % ranks:
@@ -281,7 +283,7 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
             f"{ranks} data-parallel ranks do not divide the {shards} virtual shards of a {_ON} run; legal: "
             f"{', '.join(map(str, legal))}.",
             where=facts.flag(_SHARDS),
-            why="each rank computes whole virtual shards, as many as every other",
+            why="each rank computes the same number of whole virtual shards",
             fix=fix,
         )
     total, local = training.global_batch_size, training.local_batch_size
@@ -295,7 +297,7 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
 
 
 def reproducible_excludes(facts: Facts) -> Violations:
-    """What sums or rounds in an order or in blocks that the layout sets is not reproducible."""
+    """Settings that sum or round in an order, or in blocks, that depends on the layout exclude reproducible."""
     config = facts.config
     if not config.training.reproducible:
         return
@@ -307,14 +309,14 @@ def reproducible_excludes(facts: Facts) -> Violations:
         (
             "parallelism.pipeline_parallel_degree",
             config.parallelism.pipeline_parallel_degree > 1,
-            "a schedule sums the gradients of its microbatches by itself",
+            "a schedule sums the gradients of its microbatches in its own order",
             "--parallelism.pipeline_parallel_degree 1",
         ),
         *(
             (
                 f"parallelism.{kind}_parallel_degree",
                 facts.has_experts and getattr(config.parallelism, f"{kind}_parallel_degree") > 1,
-                "experts would add the rows of several virtual shards at once: a tree of them is not built yet",
+                "experts would add the rows of several virtual shards at once; summing them as a tree is not built yet",
                 f"--parallelism.{kind}_parallel_degree 1",
             )
             for kind in ("expert", "tensor")
@@ -322,13 +324,13 @@ def reproducible_excludes(facts: Facts) -> Violations:
         (
             "training.gradient_sync",
             sync not in ("default", "immediate"),
-            "every microbatch is a branch of the tree, and is summed over the ranks by itself",
+            "every microbatch is a branch of the tree and is summed over the ranks by itself",
             "--training.gradient_sync default",
         ),
         (
             "quantize.dense.float8.enable_fsdp_float8_all_gather",
             gathers_float8,
-            "which weights can be sent in float8 depends on how they are split",
+            "the layout decides which weights can be sent in float8",
             "--quantize.dense.float8.no_enable_fsdp_float8_all_gather",
         ),
         (
@@ -340,7 +342,7 @@ def reproducible_excludes(facts: Facts) -> Violations:
         (
             "optimizer.implementation",
             fused and is_on_host,
-            "on a CPU it rounds the last numbers of a shard in another way than the others",
+            "on a CPU it rounds the last numbers of a shard differently from the others",
             "--optimizer.implementation foreach",
         ),
     )
@@ -357,25 +359,25 @@ def reproducible_excludes(facts: Facts) -> Violations:
 
 
 def equal_bits_need_deterministic_kernels(facts: Facts) -> Violations:
-    """What compares bits on a GPU has the kernels that ``resolve`` turns on, unless they were turned off."""
+    """Settings that compare bits on a GPU have the deterministic kernels that ``resolve`` turns on."""
     name, needed = "debug.deterministic", compares_bits(facts.config)
     if facts.config.debug.deterministic is False and needed and _is_on_gpu(facts):
         yield ConfigError(
             f"{name} off does not go with {' and '.join(needed)} on a GPU.",
             where=facts.flag(name),
-            why="other kernels add gradients in whatever order their threads come: bits differ by chance",
+            why="other kernels add gradients in the order in which their threads finish, so bits differ by chance",
             fix=f"leave out {name}, which is then on, or {' and '.join(needed)}",
         )
 
 
 def sdc_checks_have_an_object(facts: Facts) -> Violations:
-    """What is to be computed twice or compared exists in this layout."""
+    """Work that is to be computed twice, and weights that are to be compared, exist in this layout."""
     sdc, parallelism = facts.config.sdc, facts.config.parallelism
     if sdc.recompute_interval > 0 and parallelism.pipeline_parallel_degree > 1:
         yield ConfigError(
             f"sdc.recompute_interval {sdc.recompute_interval} does not go with pipeline parallelism.",
             where=facts.flag("sdc.recompute_interval"),
-            why="a schedule runs its microbatches together; no stage can repeat one by itself",
+            why="a schedule runs its microbatches together, so no stage can repeat one of them",
             fix="--sdc.recompute_interval 0, or --parallelism.pipeline_parallel_degree 1",
         )
     copies = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree

@@ -1,4 +1,4 @@
-"""``RunConfig``: one run, as data, and its ``[model]``. Frozen; nothing changes it after parsing."""
+"""``RunConfig``: one run as data, and its section ``[model]``. Frozen: nothing changes it after parsing."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -39,17 +39,17 @@ class ModelConfig:
     """Architecture, a folder of ``crius/models``."""
 
     flavor: str = "debug"
-    """Size: one of the flavors of the architecture, for llama3 debug, 1b, 8b, 70b or 405b, for qwen3 debug, 0.6b,
-    1.7b, 4b, 8b, 14b or 32b, for qwen3_moe debug, 30b-a3b or 235b-a22b, for mixtral debug, 8x7b or 8x22b. custom:
-    none; what is not given is what the architecture has as a default."""
+    """Size: one of the flavors of the architecture. llama3 has debug, 1b, 8b, 70b and 405b; qwen3 has debug, 0.6b,
+    1.7b, 4b, 8b, 14b and 32b; qwen3_moe has debug, 30b-a3b and 235b-a22b; mixtral has debug, 8x7b and 8x22b. custom is
+    not a flavor: sizes that are not given are the defaults of the architecture."""
 
     from_hf: str = ""
-    """A config.json of Hugging Face on this machine, or its folder: architecture and sizes are taken from it, but for
-    those that stronger sources give. The weights are not. The run's own settings hold what was taken."""
+    """A Hugging Face config.json on this machine, or its folder. Architecture and sizes come from it, except sizes that
+    a stronger source gives. No weights are loaded. The settings of the run record all values that came from it."""
 
     vocab_size: int = -1
-    """Rows of the embedding and of the output layer. -1: the flavor's, but never fewer than the tokenizer has ids,
-    rounded up to a multiple of 64."""
+    """Rows of the embedding and of the output layer. -1: the flavor's number, or the number of the tokenizer's ids,
+    rounded up to a multiple of 64, if that is larger."""
 
     dim: int = -1
     """Width of the residual stream. -1: the flavor's."""
@@ -61,18 +61,18 @@ class ModelConfig:
     """Query heads of each layer. -1: the flavor's."""
 
     num_kv_heads: int = -1
-    """Key/value heads of each layer, which must divide the query heads. -1: in the flavor's ratio to the query heads
-    where it divides them, else as many."""
+    """Key/value heads of each layer; they must divide the query heads. -1: as many per query head as the flavor has, or
+    one per query head if that does not divide."""
 
     head_dim: int = -1
-    """Width of a head, an even number. -1: dim / num_heads where the flavor's is that, else the flavor's."""
+    """Width of a head, an even number. -1: dim / num_heads if that holds for the flavor, else the flavor's."""
 
     ffn_dim: int = -1
-    """Hidden width of the feed-forward, of layers without experts. -1: in the flavor's ratio to dim, rounded up to a
+    """Hidden width of the feed-forward in layers without experts. -1: in the flavor's ratio to dim, rounded up to a
     multiple of 64."""
 
     num_experts: int = -1
-    """Routed experts of each layer, of a model that has experts. -1: the flavor's."""
+    """Routed experts of each layer, for models with experts. -1: the flavor's."""
 
     top_k: int = -1
     """Routed experts that a token visits, at most num_experts. -1: the flavor's."""
@@ -84,30 +84,30 @@ class ModelConfig:
     """Base of the rotary frequencies. -1: the flavor's."""
 
     rope_scaling: str = ""
-    """How the rotary frequencies are stretched for longer contexts: JSON as rope_scaling of Hugging Face's config.json
-    has it, of rope_type llama3, or none. Empty: the flavor's."""
+    """How the rotary frequencies are stretched for longer contexts: the JSON of rope_scaling in a Hugging Face
+    config.json with rope_type llama3, or none. Empty: the flavor's."""
 
     norm_eps: float = -1.0
-    """What norms add to the mean square. -1: the flavor's."""
+    """Number that norms add to the mean square. -1: the flavor's."""
 
     tied_embeddings: bool | None = None
     """The output layer shares the embedding's weight. Unset: as the flavor has it."""
 
     attention_mask: Literal["causal", "document"] = "causal"
-    """What a token attends to. causal: all earlier tokens of its sequence. document: the earlier tokens of its
-    own document, with positions that restart at each document (block-causal, as in the Llama 3 paper).
-    document needs an explicit mask, which is slower, except on a GPU in 16 bits without context parallelism."""
+    """Which tokens a token attends to. causal: all earlier tokens of its sequence. document: the earlier tokens of its
+    own document; positions restart at each document (block-causal, as in the Llama 3 paper). document needs an explicit
+    mask, which is slower, except on a GPU in 16 bits without context parallelism."""
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes that are given in place of the flavor's, by field."""
+        """Sizes that replace the flavor's, by field."""
         others = ("name", "flavor", "from_hf", "attention_mask")
         return {name: value for name, value in vars(self).items() if name not in others and value not in (-1, None, "")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All sections of a run, each a frozen dataclass of its own file."""
+    """All sections of a run. Each section is a frozen dataclass."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -1,4 +1,4 @@
-"""The order in which a pipeline computes: actions, what each needs, and schedule files. No torch."""
+"""The order in which a pipeline computes: actions, their inputs, and schedule files. No torch."""
 
 import functools
 import re
@@ -12,7 +12,8 @@ PREFIX = "parallelism.pipeline_parallel_"
 
 
 class Action(NamedTuple):
-    """One step of one rank: F forward, B backward, I gradients of the inputs only, W those of the weights."""
+    """One action of one rank: F forward, B backward, I gradients of the inputs only, W gradients of the weights
+    only."""
 
     stage: int
     kind: str
@@ -20,7 +21,7 @@ class Action(NamedTuple):
 
 
 Order = list[list[Action]]
-"""What each rank does, in order; a row a rank."""
+"""Actions of each rank, in order; one row per rank."""
 
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -32,7 +33,7 @@ def _parse(text: str) -> Order:
     """Rows of a schedule file.
 
     Raises:
-        ValueError: a cell that is no action.
+        ValueError: a cell is not an action.
     """
     order = []
     for number, line in enumerate(filter(str.strip, text.splitlines()), start=1):
@@ -42,16 +43,16 @@ def _parse(text: str) -> Order:
             if found:
                 row.append(Action(int(found[1]), found[2], int(found[3])))
             elif cell.strip():
-                raise ValueError(f"row {number} has {cell.strip()!r}, which is none of <stage>F|B|I|W<microbatch>")
+                raise ValueError(f"row {number} has {cell.strip()!r}instead of <stage>F|B|I|W<microbatch>")
         order.append(row)
     return order
 
 
 def read_schedule(parallelism: ParallelismConfig) -> Order:
-    """The actions of ``pipeline_parallel_schedule_csv``, checked: it can run to its end on these ranks.
+    """The actions of ``pipeline_parallel_schedule_csv``, checked: these ranks can run them to the end.
 
     Raises:
-        LayoutError: it cannot be read, or is no schedule for these ranks.
+        LayoutError: the file cannot be read, or is not a schedule for these ranks.
     """
     path, degree = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
     where = f"--{PREFIX}schedule_csv {path}"
@@ -68,14 +69,14 @@ def read_schedule(parallelism: ParallelismConfig) -> Order:
     problem = _problem(text, degree)
     if problem:
         fits = len(order) > 1 and not _problem(text, len(order))
-        fix = f"--{PREFIX}degree {len(order)}" if fits else "mend the file"
+        fix = f"--{PREFIX}degree {len(order)}" if fits else "correct the file"
         raise LayoutError(f"schedule file {path} {problem}.", where=where, why="each rank runs one row", fix=fix)
     return order
 
 
 @functools.lru_cache(maxsize=8)
 def _problem(text: str, degree: int) -> str:
-    """Why the rows of ``text`` are no schedule for ``degree`` ranks; empty when they are."""
+    """Why the rows of ``text`` are not a schedule for ``degree`` ranks; empty if they are."""
     order = _parse(text)
     if len(order) != degree:
         return f"has {len(order)} rows of actions, but pipeline_parallel_degree is {degree}"
@@ -83,7 +84,7 @@ def _problem(text: str, degree: int) -> str:
     total = sum(map(len, stages))
     if set().union(*stages) != set(range(total)) or len({len(held) for held in stages}) != 1 or not total:
         shown = ", ".join(str(sorted(held)) for held in stages)
-        return f"gives its ranks the stages {shown}: each rank needs as many, and none may be on two"
+        return f"gives its ranks the stages {shown}: each rank needs the same number, and each stage one rank"
     count = 1 + max(action.microbatch for row in order for action in row)
     for stage in range(total):
         actions = [action for row in order for action in row if action.stage == stage]
@@ -94,12 +95,12 @@ def _problem(text: str, degree: int) -> str:
     if forwards != list(range(count)):
         return "runs the last stage's microbatches out of order: torch pairs them with their losses by order"
     if len(run_order(order)) < sum(map(len, order)):
-        return "waits for itself: an action comes before what it needs"
+        return "waits for itself: an action comes before an action that it needs"
     return ""
 
 
 def run_order(order: Order) -> list[tuple[int, Action]]:
-    """All actions with their rank, each after those it needs; it ends early where every rank waits for another."""
+    """All actions with their rank, each after the actions it needs; the list ends early if all ranks wait."""
     last = max(action.stage for row in order for action in row)
     done: set[Action] = set()
     found: list[tuple[int, Action]] = []
@@ -111,7 +112,7 @@ def run_order(order: Order) -> list[tuple[int, Action]]:
             while following[rank] < len(row) and needs(row[following[rank]], last) <= done:
                 action = row[following[rank]]
                 found.append((rank, action))
-                # a neighbour waits for the gradient of the input, whether that of the weights comes with it or not
+                # a neighbour waits for the gradient of the input only, so B counts as I
                 done.add(action._replace(kind="I") if action.kind == "B" else action)
                 following[rank] += 1
                 went_on = True
@@ -119,7 +120,7 @@ def run_order(order: Order) -> list[tuple[int, Action]]:
 
 
 def needs(action: Action, last_stage: int) -> set[Action]:
-    """What must be done before ``action``; a backward of either kind stands as I."""
+    """Actions that must be done before ``action``; a backward of either kind is written as I."""
     stage, kind, microbatch = action
     if kind == "F":
         return {Action(stage - 1, "F", microbatch)} if stage else set()

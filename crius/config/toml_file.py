@@ -1,4 +1,4 @@
-"""A run as TOML, as flat settings and as flags, and back."""
+"""A run as TOML, as flat settings and as flags, and the way back."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from crius.errors import ConfigError
 from crius.redact import HIDDEN, redact_value
 
 COMMAND_LINE_ONLY = ("compile.cache_dir",)
-"""Settings that a file may not give, for what they name is executed."""
+"""Settings that a file may not give, because code in the folder that they name is executed."""
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -33,7 +33,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as tables and tuples as lists; None, which TOML cannot say, is left out."""
+    """Dataclasses as tables, and tuples as lists. None is left out, as TOML lacks it."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items() if item is not None}
     return list(value) if isinstance(value, tuple) else value
@@ -42,9 +42,10 @@ def _plain(value: Any) -> Any:
 def to_toml(config: RunConfig) -> str:
     """TOML that ``crius train --config`` reads back to the same run.
 
-    ``[job]`` is left out, so that the repeated run has a name and a folder of its own. So are the settings of
-    ``COMMAND_LINE_ONLY``, which ``command_line_flags`` gives, and the steps that ``training.epochs`` come to. A secret,
-    such as the password in a URL, is left out too, and a comment says so; that setting has to be given again.
+    ``[job]`` is left out, so that the repeated run gets a name and a folder of its own. The settings of
+    ``COMMAND_LINE_ONLY``, which ``command_line_flags`` gives, are left out, and so are the steps that follow from
+    ``training.epochs``. A secret, such as the password in a URL, is left out with a comment; that setting must be given
+    again.
     """
     tree = dataclasses.asdict(config)
     del tree["job"]
@@ -55,18 +56,18 @@ def to_toml(config: RunConfig) -> str:
         del tree["training"]["steps"]
     plain = _plain(tree)
     shown = redact_value("", plain)
-    note = "" if shown == plain else f"# {HIDDEN} stands for a secret: give the setting that has it again\n"
+    note = "" if shown == plain else f"# {HIDDEN} stands for a secret: give that setting again\n"
     return note + tomli_w.dumps(shown)
 
 
 def command_line_flags(config: RunConfig) -> list[str]:
-    """The settings of ``COMMAND_LINE_ONLY`` that have a value, as flags beside the TOML of ``config``."""
+    """Flags of the ``COMMAND_LINE_ONLY`` settings that have a value; the TOML of ``config`` lacks these."""
     values = flatten(config)
     return [f"--{name}={values[name]}" for name in COMMAND_LINE_ONLY if values[name]]
 
 
 def shown(config: RunConfig) -> dict[str, Any]:
-    """``flatten`` with secrets taken out, for what is written and compared."""
+    """``flatten`` without secrets, for files and comparisons."""
     return {name: redact_value(name, value) for name, value in flatten(config).items()}
 
 
@@ -77,7 +78,7 @@ def differences(left: RunConfig, right: RunConfig) -> dict[str, tuple[Any, Any]]
 
 
 MAX_BYTES = 1 << 20
-"""Of a file. All settings of a run take 10 kB."""
+"""Largest size of a file. All settings of a run take 10 kB."""
 _MAX_DEPTH = 50
 
 
@@ -86,7 +87,7 @@ def toml_table(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not TOML, or is larger or nested deeper than any that is meant; says which in words.
+        ValueError: the file is not TOML, or is larger or nested deeper than a config can be; the message says which.
     """
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
@@ -117,7 +118,7 @@ def _depth(table: dict[str, Any]) -> int:
 
 
 def takes(hint: Any, value: Any) -> bool:
-    """Whether a value of TOML is of the kind of a setting. Whether a number or a choice is right is seen later."""
+    """Whether a TOML value has the type of a setting. Ranges and choices are checked later."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(takes(part, value) for part in get_args(hint))
@@ -131,13 +132,13 @@ def takes(hint: Any, value: Any) -> bool:
 
 
 def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
-    """The error about a value that the setting ``name`` does not take.
+    """Error about a value that the setting ``name`` does not take.
 
     Args:
         name: dotted field.
-        value: of TOML.
+        value: TOML value.
         hint: type of the setting.
-        source: where the value came from.
+        source: origin of the value.
     """
     shown = tomli_w.dumps({"": value}).partition("=")[2].strip()
     what = f"{name} = {shown} is {in_words(type(value))}, and the setting takes {in_words(hint)}."
@@ -154,7 +155,7 @@ def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
 
 
 def choices_of(hint: Any) -> list[str]:
-    """The words that a setting of this type may have; empty where it is no choice among words."""
+    """The words that a setting of this type may have; empty if it is not a choice among words."""
     if get_origin(hint) is Literal:
         return [choice for choice in get_args(hint) if isinstance(choice, str)]
     if get_origin(hint) in (Union, types.UnionType):
@@ -169,13 +170,13 @@ def in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is tuple:
-        return f"a list of which each item is {in_words(get_args(hint)[0])}"
+        return f"a list whose items are each {in_words(get_args(hint)[0])}"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "text", list: "a list"}
     return words.get(hint, "a date or a time")
 
 
 def imports_of(path: str) -> str:
-    """The flags ``--import MODULE`` that a run.toml notes in its first lines; empty where there are none."""
+    """The flags ``--import MODULE`` in the first lines of a run.toml; empty if there are none."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             lines = list(itertools.takewhile(lambda line: line.startswith("# --import "), itertools.islice(file, 100)))

@@ -1,1 +1,1 @@
-"""Starting a run: find the place a launcher gave this process, or start local workers. No torch in here."""
+"""Starting a run: finds the place that a launcher gave this process, or starts local workers. No torch in here."""

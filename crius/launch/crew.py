@@ -1,4 +1,5 @@
-"""The workers of one attempt: outside, started, polled and ended together; inside, what each sets up and reports."""
+"""The workers of one attempt. The launcher starts, polls and ends them together; each worker sets itself up and
+reports."""
 
 import contextlib
 import ctypes
@@ -32,14 +33,14 @@ from crius.signals import QUESTIONS, STOP_SIGNALS
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """How a run that can resume is looked after.
+    """How the launcher supervises a run that can resume.
 
     Attributes:
-        launch: how often to restart, and the time to save after a signal.
-        watchdog: how long a rank may stay in one phase.
-        assignment: the job of a rank and the number of ranks, of an attempt; None: the same in each attempt.
-        on_poll: called with the attempt and the process ids of its live ranks, about ten times a second.
-        on_failure: called with each attempt that failed and is counted, before a next one starts.
+        launch: number of restarts, and the time to save after a signal.
+        watchdog: limits of the time that a rank may stay in one phase.
+        assignment: gives the job of a rank and the number of ranks for an attempt; None: the same in each attempt.
+        on_poll: called about ten times per second with the attempt and the process ids of its live ranks.
+        on_failure: called with each failed attempt that counts, before the next one starts.
     """
 
     launch: LaunchConfig
@@ -54,14 +55,14 @@ class Attempt:
     """One start of all workers, and its end.
 
     Attributes:
-        attempt: 0 is the first start.
-        started: seconds of ``time.monotonic``.
-        ended: the same clock, when the last worker was gone.
-        step: the highest step that any rank reached, the one being computed; 0 before step 1.
-        cause: the headline of what ended it.
-        rank: whose failure that was.
-        phase: that it was in.
-        failed: the same clock, when that was noticed; the others may have gone on until ``ended``.
+        attempt: number of the attempt; 0 is the first start.
+        started: start, in seconds of ``time.monotonic``.
+        ended: end of the last worker, by the same clock.
+        step: highest step that any rank began to compute; 0 before step 1.
+        cause: headline of the failure that ended it.
+        rank: rank that failed.
+        phase: phase of that rank.
+        failed: when the failure was noticed, by the same clock; other ranks may have continued until ``ended``.
     """
 
     attempt: int
@@ -79,9 +80,9 @@ class History:
     """The failed attempts of one command.
 
     Attributes:
-        attempts: in their order.
-        furthest: the highest step of all attempts; -1 while there is none.
-        in_a_row: failures since a step was reached that is newer than those before.
+        attempts: the attempts, in order.
+        furthest: highest step of all attempts; -1 if there are none.
+        in_a_row: failures since the last step that was newer than all before.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
@@ -100,10 +101,10 @@ class History:
 
 
 def reason_to_stop(root: Failure, history: History, launch: LaunchConfig) -> str:
-    """Why the run is not started again after ``root`` failed; empty where it is.
+    """Why the run does not restart after ``root`` failed; empty if it does.
 
-    A ``CriusError`` says what the user has to mend, so it would come again; a device that computes wrong numbers is for
-    a person to look at.
+    A ``CriusError`` names something that the user must correct, so it would come again. A device that computes wrong
+    numbers needs a person to look at it.
     """
     if root.blame is Blame.ERROR and root.rendered:
         return "it would fail again"
@@ -115,7 +116,8 @@ def reason_to_stop(root: Failure, history: History, launch: LaunchConfig) -> str
     return ""
 
 
-# fork: a worker has the parent's torch from the start and begins in milliseconds. macOS's frameworks do not survive it.
+# fork: a worker has the parent's torch from the start and begins in milliseconds. macOS's frameworks do not survive a
+# fork.
 _Process: type[BaseProcess] = (
     multiprocessing.get_context("fork").Process
     if sys.platform == "linux"
@@ -136,7 +138,7 @@ class Exit:
 
 
 class Crew:
-    """The workers of an attempt, those that live and those that have ended."""
+    """The workers of an attempt, live and ended."""
 
     def __init__(self) -> None:
         self.alive: dict[int, BaseProcess] = {}
@@ -145,8 +147,8 @@ class Crew:
         """When the launcher first sent a signal, in seconds of ``time.monotonic``."""
 
     def start(self, processes: Iterator[tuple[int, BaseProcess]]) -> None:
-        """Start the workers, by rank."""
-        # a signal that comes between a fork and the worker's own handlers would be noted in a copy of our list
+        """Start the workers, in the order of their ranks."""
+        # a signal between a fork and the worker's own handlers would be recorded in a copy of this process's list
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, *QUESTIONS))
         try:
             for rank, process in processes:
@@ -160,11 +162,11 @@ class Crew:
         return {rank: process.pid for rank, process in self.alive.items() if process.pid is not None}
 
     def poll(self, seconds: float = _POLL_SECONDS) -> None:
-        """Wait a moment and note who has ended."""
+        """Wait a moment and record the workers that have ended."""
         connection.wait([process.sentinel for process in self.alive.values()], timeout=seconds)
         now = time.monotonic()
         for rank, process in list(self.alive.items()):
-            # not by the sentinel: it stays silent while a process that the worker forked holds its other end
+            # not by the sentinel: it stays silent while a process that the worker forked has its other end open
             if process.exitcode is not None:
                 self.exits[rank] = Exit(process.exitcode, now)
                 del self.alive[rank]
@@ -177,11 +179,11 @@ class Crew:
                 os.kill(pid, number)
 
     def failed(self) -> dict[int, Exit]:
-        """The workers that ended otherwise than done or saved."""
+        """Workers that ended with another code than done or saved."""
         return {rank: end for rank, end in self.exits.items() if end.code not in (0, PREEMPTED)}
 
     def end(self) -> None:
-        """Kill whoever lives, and wait."""
+        """Kill all live workers, and wait for them."""
         while self.alive:
             self.send(signal.SIGKILL)
             self.poll()
@@ -197,19 +199,20 @@ def worker_processes(
     number: int = 0,
     takes_signals: bool = False,
 ) -> Iterator[tuple[int, BaseProcess]]:
-    """The workers of one attempt, not started, by rank.
+    """The workers of one attempt, not started yet, by rank.
 
     Args:
-        target: the job of one rank.
-        num_ranks: of this host, which are all.
-        log_dir: of the run.
+        target: job of one rank.
+        num_ranks: ranks of this host, which are all ranks of the run.
+        log_dir: log folder of the run.
         folder: private folder of this attempt; its parent is the scratch folder of the command.
-        threads: of each worker; None keeps the user's, else the cores are shared out.
-        number: the attempt.
-        takes_signals: ``target`` says what the stop signals do, see ``crius.launch.stop``; they wait until it does.
+        threads: threads of each worker; None keeps the user's number, or else shares out the cores.
+        number: number of the attempt.
+        takes_signals: whether ``target`` sets the handlers of stop signals, see ``crius.launch.stop``; signals wait
+            until it does.
     """
     num_threads = str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // num_ranks))
-    loopback = "lo0" if sys.platform == "darwin" else "lo"  # so that nothing listens on a network
+    loopback = "lo0" if sys.platform == "darwin" else "lo"  # nothing listens on a network
     for rank in range(num_ranks):
         meeting = f"file:{folder / 'store'}"
         placement = Placement(
@@ -243,19 +246,19 @@ def worker_main(
     """Run ``target`` as one local worker and end the process.
 
     Args:
-        target: the job; what it opens it closes itself, nothing (``atexit``, threads) runs after it.
-        placement: the place of this worker; ``log_dir`` is set.
+        target: the job. It must close what it opens: nothing (``atexit``, threads) runs after it.
+        placement: place of this worker; ``log_dir`` is set.
         exports: environment variables to set.
-        folder: private folder of this attempt: the mirrored status and a second copy of the error report, which the
-            launcher reads even when the disk of the run is full.
+        folder: private folder of this attempt. It gets the mirrored status and a second copy of the error report, which
+            the launcher can read even if the disk of the run is full.
         parent: process id of the launcher.
-        takes_signals: ``target`` says what the stop signals do; they wait until it does.
+        takes_signals: whether ``target`` sets the handlers of stop signals; signals wait until it does.
     """
     code = 1
     try:
         _end_with(parent)
         _reset_signals(takes_signals)
-        gc.freeze()  # a collection writes to all that it looks at: it would copy the launcher's memory, page by page
+        gc.freeze()  # a collection writes to all objects, and so would copy the launcher's memory page by page
         _redirect(placement)
         os.environ.update(exports)
         testify(folder, placement.rank)
@@ -263,7 +266,7 @@ def worker_main(
         code, report = attempt(target, placement)
         if report is not None:
             write_report(report, folder)
-    except BaseException:  # an error in these lines themselves; the launcher then says that no report was left
+    except BaseException:  # an error in these lines themselves; the launcher then prints that there is no report
         sys.stderr.write(printable(redact(traceback.format_exc())))
     finally:
         leave(code)
@@ -273,7 +276,7 @@ def attempt(target: Callable[[Placement], None], placement: Placement) -> tuple[
     """Call ``target`` and turn its end into an exit code.
 
     An exception is reported in ``placement.log_dir``: ``rank-N.error.json``, and the whole traceback in ``rank-N.log``.
-    The exit code is 0, that of a SystemExit or CriusError, 130 for KeyboardInterrupt, else 1.
+    The exit code is 0, or the code of a SystemExit or CriusError, or 130 for KeyboardInterrupt, else 1.
     """
     assert placement.log_dir is not None
     try:
@@ -284,7 +287,7 @@ def attempt(target: Callable[[Placement], None], placement: Placement) -> tuple[
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0, None
         error: BaseException = stop  # sys.exit("some text")
-    except BaseException as raised:  # torch's CheckpointException is no Exception
+    except BaseException as raised:  # torch's CheckpointException is not an Exception
         error = raised
     else:
         return 0, None
@@ -296,9 +299,9 @@ def attempt(target: Callable[[Placement], None], placement: Placement) -> tuple[
 
 
 def _end_with(parent: int) -> None:
-    """Never outlive the launcher, not even when it is killed with SIGKILL."""
+    """End with the launcher, even if it is killed with SIGKILL."""
     asked_kernel = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the launcher ended before the line above
         os._exit(1)
     if not asked_kernel:
         threading.Thread(target=_watch, args=(parent,), name="crius-parent", daemon=True).start()
@@ -311,9 +314,9 @@ def _watch(parent: int) -> None:
 
 
 def _reset_signals(takes_signals: bool) -> None:
-    for number in heeded_signals():  # the launcher's handlers are no use here
+    for number in heeded_signals():  # the launcher's handlers are useless here
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the launcher hands it on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the launcher passes it on
     if not takes_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked while the launcher forked
 
@@ -326,7 +329,7 @@ def _redirect(placement: Placement) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        # what stood here may write somewhere else than to 1 and 2 (a test runner's capture does)
+        # the old streams may write elsewhere than to 1 and 2 (a test runner's capture does)
         sys.stdout, sys.stderr = (
             open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
             for number in (1, 2)

@@ -1,4 +1,4 @@
-"""``crius doctor``: what this machine has, what is missing, and the exact line that installs it."""
+"""``crius doctor``: shows what this machine has, what is missing, and the exact line that installs it."""
 
 import dataclasses
 import importlib.metadata
@@ -17,10 +17,10 @@ from crius.plugins import REQUIREMENTS, install_line
 
 try:
     import torch
-except ImportError:  # then this is what the doctor has to say
+except ImportError:  # the doctor reports it
     torch = None  # type: ignore[assignment]
 
-# package, whether Crius cannot run without it, what it is for, what is installed
+# package, whether Crius needs it to run, its purpose, the requirement to install
 PACKAGES = (
     ("torch", True, "everything", "torch>=2.11"),
     ("numpy", True, "data", "numpy"),
@@ -42,19 +42,19 @@ PACKAGES = (
 OLDEST_TORCH = (2, 11)
 _WHEELS = "https://download.pytorch.org/whl"
 OLDEST_DRIVER = {12: 525, 13: 580}
-"""Of a major version of CUDA, for all its minor versions: docs.nvidia.com/deploy/cuda-compatibility."""
+"""Oldest driver for all minor versions of a major version of CUDA: docs.nvidia.com/deploy/cuda-compatibility."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """Findings about this machine.
 
     Attributes:
         facts: versions and devices, by name.
-        missing: ``what: how to get it`` of what Crius cannot run without, or what makes a GPU useless.
-        optional: the same, of what only some flags need.
+        missing: ``what: how to get it`` for each part that Crius needs to run, or to use the GPU.
+        optional: the same for each part that only some flags need.
         gpu_bytes: memory of the first GPU that torch can use; 0 without one.
-        command: that starts the run that was asked about.
+        command: command that starts the run that was asked about.
     """
 
     facts: dict[str, str]
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def ready(self) -> bool:
-        """Nothing is missing."""
+        """Whether nothing is missing."""
         return not self.missing
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,10 +82,10 @@ class Report:
 
 
 def examine(root: Path = Path("/")) -> Report:
-    """Look at this machine. Imports torch and asks it for its devices; starts nothing.
+    """Examine this machine. Imports torch and asks it for its devices; starts nothing.
 
     Args:
-        root: where ``dev`` and ``proc`` are; tests give a fake one.
+        root: folder of ``dev`` and ``proc``; tests give a fake one.
     """
     facts = {"crius": crius.__version__, "python": platform.python_version(), "platform": platform.platform()}
     missing: list[str] = []
@@ -105,7 +105,7 @@ def examine(root: Path = Path("/")) -> Report:
 
 
 def _ask_torch(root: Path, missing: list[str], optional: list[str]) -> dict[str, str]:
-    """What torch says of this machine; what makes it unusable is added to ``missing``."""
+    """Facts that torch reports about this machine; reasons why it cannot be used are added to ``missing``."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         missing.append(f"torch {torch.__version__} is older than 2.11: {install_line('--upgrade', 'torch>=2.11')}")
@@ -121,14 +121,14 @@ def _ask_torch(root: Path, missing: list[str], optional: list[str]) -> dict[str,
 
 
 def _build() -> str:
-    """What torch was built for."""
+    """Device that torch was built for, as a phrase."""
     if torch.version.cuda:
         return f"built for CUDA {torch.version.cuda}"
     return f"built for ROCm {torch.version.hip}" if torch.version.hip else "a CPU build"
 
 
 def _driver(root: Path) -> str:
-    """Version of NVIDIA's driver; empty where none is loaded."""
+    """Version of NVIDIA's driver; empty if none is loaded."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text()
     except OSError:
@@ -155,11 +155,11 @@ def _gpus(root: Path, driver: str, missing: list[str], optional: list[str]) -> s
             f"a smaller torch (this one, {_build()}, is 4.5 GB larger than a CPU build, and there is no NVIDIA GPU): "
             f"in a new environment, {line}"
         )
-    return "none that torch can use: runs go on the CPU"
+    return "none that torch can use: runs use the CPU"
 
 
 def _mismatch(there: str, driver: str, built: str) -> str:
-    """Why a torch for CUDA ``built`` cannot use the GPUs that are ``there``, and what to do."""
+    """Why a torch for CUDA ``built`` cannot use the GPUs ``there``, and the remedy."""
     needed = OLDEST_DRIVER.get(int(built.partition(".")[0]), 0)
     here = f"{there}, driver {driver or 'not loaded'}; torch {torch.__version__} is {_build()}"
     if driver and int(driver.partition(".")[0]) < needed:
@@ -173,9 +173,9 @@ def _mismatch(there: str, driver: str, built: str) -> str:
 
 
 def _for_driver(driver: str) -> str:
-    """The command that installs a torch that ``driver`` can run; without one, for a driver of today."""
+    """The command that installs a torch that ``driver`` can run; without a driver, a torch for a current driver."""
     major = int(driver.partition(".")[0]) if driver else OLDEST_DRIVER[13]
     if major < OLDEST_DRIVER[12]:
-        return f"update the driver to {OLDEST_DRIVER[13]} or newer; there is no torch for this one"
+        return f"update the driver to {OLDEST_DRIVER[13]} or newer; there is no torch for this driver"
     index = () if major >= OLDEST_DRIVER[13] else ("--index-url", f"{_WHEELS}/cu126")
     return install_line("--upgrade", "--force-reinstall", "torch>=2.11", *index)

@@ -1,4 +1,4 @@
-"""What the environment says about this process: its place in a launched run, and the GPUs it may use."""
+"""The place of this process in a launched run and the GPUs it may use, from the environment."""
 
 import importlib.util
 import re
@@ -14,8 +14,8 @@ FAULTS = "CRIUS_FAULT"
 
 _COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN = (*_COUNTS, "MASTER_ADDR", "MASTER_PORT")
-_SRUN_ONLY = ("SLURM_STEPID", "SLURM_STEP_", "SLURM_SRUN_COMM_", "SLURM_LAUNCH_NODE_IPADDR")  # names or their starts
-_FIRST_PORT, _NUM_PORTS = 61000, 4500  # above Linux's ephemeral ports (32768 to 60999), which clients take at random
+_SRUN_ONLY = ("SLURM_STEPID", "SLURM_STEP_", "SLURM_SRUN_COMM_", "SLURM_LAUNCH_NODE_IPADDR")  # names or prefixes
+_FIRST_PORT, _NUM_PORTS = 61000, 4500  # above Linux's ephemeral ports (32768 to 60999), which clients use at random
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Placement:
 
     rank: int
     local_rank: int
-    """Counts the processes of this host from 0; it is also the index of the process's GPU."""
+    """Number of the process on this host, from 0, and index of its GPU."""
     world_size: int
     local_world_size: int
     launcher: Literal["single", "local", "torchrun", "slurm"]
@@ -33,14 +33,14 @@ class Placement:
     log_dir: Path | None = None
     """Folder of ``rank-N.log`` and ``rank-N.error.json``; None until ``run_single`` or ``run_workers`` sets it."""
     attempt: int = 0
-    """Restarts of this run so far, by its launcher; 0 is the first start."""
+    """Restarts of this run so far by its launcher; 0 is the first start."""
     scratch: Path | None = None
-    """Private folder that lives over all attempts of one command; ``attempts.json`` lists those that failed. None
-    without our launcher."""
+    """Private folder that exists for all attempts of one command; ``attempts.json`` in it lists the failed ones. None
+    without Crius's launcher."""
 
 
 def sees_own_gpu(placement: Placement, environ: Mapping[str, str]) -> bool:
-    """Whether each process of this host is shown a GPU of its own and no other, as ``srun --gpus-per-task=1`` does."""
+    """Whether each process of this host sees only its own GPU, as with ``srun --gpus-per-task=1``."""
     shown = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     is_launched = placement.launcher in ("torchrun", "slurm") and placement.local_world_size > 1
     return is_launched and bool(shown) and "," not in shown
@@ -52,10 +52,10 @@ def single_placement() -> Placement:
 
 
 def joined_placement(environ: Mapping[str, str]) -> Placement | None:
-    """The placement that torchrun or ``srun`` gave this process, None when neither started it.
+    """The placement that torchrun or ``srun`` gave this process; None if neither started it.
 
-    A Slurm allocation alone is no launcher: in a batch script, an interactive shell or a step of one task the
-    answer is None, so that Crius starts the local workers itself.
+    A Slurm allocation alone is not a launcher: in a batch script, an interactive shell or a step of one task the answer
+    is None, so that Crius starts the local workers itself.
 
     Raises:
         EnvironmentError: the variables are incomplete or contradict each other.
@@ -92,19 +92,19 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 def _slurm_num_tasks(environ: Mapping[str, str]) -> int:
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    return _first_integer(environ, names, default=1)  # none of them: a batch script without --ntasks
+    return _first_integer(environ, names, default=1)  # without these: a batch script without --ntasks
 
 
 def _slurm_placement(environ: Mapping[str, str]) -> Placement:
     rank, local_rank = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_LOCALID")
     world_size, local_world_size = _slurm_num_tasks(environ), _slurm_tasks_here(environ)
     if local_world_size == world_size:
-        host = "127.0.0.1"  # one node: needs no name service and no network
+        host = "127.0.0.1"  # one node needs neither a name service nor a network
     else:
         host = environ.get("MASTER_ADDR") or _slurm_first_node(environ)
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")
-    else:  # one port a step: two steps of one job may share a node
+    else:  # one port per step: two steps of a job may share a node
         job, step = (
             _first_integer(environ, ("SLURM_JOB_ID", "SLURM_JOBID"), default=0),
             environ.get("SLURM_STEP_ID", "0"),
@@ -123,7 +123,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
         for term in environ[name].split(","):
             match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", term.strip())
             if match is None:
-                raise EnvironmentError(f"{name}={environ[name]} is no list of task counts such as 8(x2),4.")
+                raise EnvironmentError(f"{name}={environ[name]} is not a list of task counts such as 8(x2),4.")
             counts += [int(match[1])] * int(match[2] or 1)
         if len(set(counts)) == 1:
             return counts[0]
@@ -141,8 +141,8 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
 def _slurm_first_node(environ: Mapping[str, str]) -> str:
     """The host of rank 0.
 
-    The node list comes before ``SLURM_LAUNCH_NODE_IPADDR``: that is where ``srun`` was typed, which after ``salloc``
-    can be a login node that runs no rank.
+    The node list has precedence over ``SLURM_LAUNCH_NODE_IPADDR``, which is the host where ``srun`` was typed: after
+    ``salloc`` it can be a login node without any rank.
     """
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if environ.get(name):
@@ -165,7 +165,7 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     if text is None:
         raise EnvironmentError(f"{name} is not set, but other variables of its launcher are.", where="the environment")
     if not text.strip().isdecimal():
-        raise EnvironmentError(f"{name}={text} is no count.", where="the environment")
+        raise EnvironmentError(f"{name}={text} is not a count.", where="the environment")
     return int(text)
 
 
@@ -179,7 +179,7 @@ def _checked(place: Placement, names: str) -> Placement:
     raise EnvironmentError(
         f"rank {place.rank} of {place.world_size} with local rank {place.local_rank} of {place.local_world_size} "
         "is impossible.",
-        where=f"{names} and the sizes beside them in the environment",
+        where=f"{names} and the sizes in the environment",
         why="ranks count from 0 and stay below their size; a host has no more ranks than the run",
     )
 
@@ -190,17 +190,18 @@ def visible_gpus(environ: Mapping[str, str], *, root: Path = Path("/"), torch_ve
     AMD GPUs are not counted. One MIG slice counts as one GPU, up to the number of whole GPUs.
 
     Args:
-        environ: ``CUDA_VISIBLE_DEVICES`` is read as CUDA does: the list ends at the first entry that is no device.
-        root: where ``dev`` and ``proc`` are; tests give a fake one.
-        torch_version: text of torch's ``version.py``; read from the installed torch when None.
+        environ: variables; ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it: the list ends at the first entry that is
+            not a device.
+        root: folder of ``dev`` and ``proc``; tests give a fake one.
+        torch_version: text of torch's ``version.py``; None reads it from the installed torch.
 
     Returns:
-        0 when the installed torch was built without CUDA, or is missing.
+        Number of GPUs; 0 if the installed torch was built without CUDA, or is missing.
     """
     text = _installed_torch_version() if torch_version is None else torch_version
     if not re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, re.MULTILINE):
         return 0
-    # a container may show all GPUs of the host in one of these places and its own in the other
+    # a container may show all GPUs of the host in one of these places and only its own in the other
     nodes = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in root.glob("dev/nvidia*"))
     cards = sum(1 for _ in root.glob("proc/driver/nvidia/gpus/*"))
     present = min(nodes, cards) or nodes or cards

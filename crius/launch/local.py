@@ -1,8 +1,8 @@
-"""Local workers: start them, keep them together, start them again, end them all, and say once why a run failed.
+"""Local workers: starts them, supervises them, restarts them, ends them all, and reports once why a run failed.
 
-Output: rank 0 writes straight to the console, so that it knows whether that is a terminal, and what its C code writes
-to stderr is seen; the job adds a logging handler for ``logs/rank-0.log``. The output of every other rank goes to
-``logs/rank-N.log`` at file-descriptor level. A traceback goes to the log of its rank, also for rank 0.
+Output: rank 0 writes straight to the console, so that it knows whether that is a terminal, and so that the output of
+its C code to stderr is visible; the job adds a logging handler for ``logs/rank-0.log``. The output of every other rank
+goes to ``logs/rank-N.log`` at file-descriptor level. A traceback goes to the log of its rank, also for rank 0.
 """
 
 import contextlib
@@ -46,24 +46,24 @@ from crius.signals import STOP_SIGNALS
 
 @functools.cache
 def warn_where_untested() -> None:
-    """Print to stderr, once per process, that Crius is not tested on this system, where that is so."""
+    """Print to stderr, once per process, that Crius is not tested on this system, if it is not."""
     if sys.platform != "linux":
         name = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
         sys.stderr.write(f"warning: Crius is tested on Linux; on {name} it is not\n")
 
 
 _PREFIX = "crius-"
-_OWNER = "owner"  # locked by the launcher as long as it lives, and empty until it is
+_OWNER = "owner"  # the launcher locks it as long as it lives; empty until then
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new private folder below ``TMPDIR`` while the context is open. Removes those of launchers that were killed."""
+    """A new private folder in ``TMPDIR`` while the context is open. Removes folders of launchers that were killed."""
     _collect()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     owner = os.open(folder / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks, or a full one: then nobody collects it
+        with contextlib.suppress(OSError):  # without locks or space nobody removes it later
             fcntl.flock(owner, fcntl.LOCK_EX)
             os.write(owner, str(os.getpid()).encode())
         yield folder
@@ -80,7 +80,7 @@ def _collect() -> None:
 
 
 def _is_orphan(folder: Path) -> bool:
-    """Whether a launcher made ``folder`` and is gone. Raises OSError where it lives, or where no launcher made it."""
+    """Whether a launcher that is gone made ``folder``. Raises OSError if it lives, or if no launcher made it."""
     owner = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,14 +91,14 @@ def _is_orphan(folder: Path) -> bool:
 
 @dataclass
 class _Run:
-    """One command: what all its attempts share, and the attempt that is on.
+    """One command: the state that its attempts share, and the present attempt.
 
     Attributes:
-        target: the job of one rank.
-        grace_seconds: after a failure, time for the other ranks to report.
-        stop_seconds: after a signal, time for the workers to save and end.
-        threads: of a worker; None shares the cores out.
-        stops: signals to this process.
+        target: job of one rank.
+        grace_seconds: time for the other ranks to report after a failure.
+        stop_seconds: time for the workers to save and end after a signal.
+        threads: threads of a worker; None shares the cores out.
+        stops: signals to this process to stop.
         asked: signals to this process that ask where the ranks are.
     """
 
@@ -132,7 +132,7 @@ class _Run:
         for stale in self.log_dir.glob("rank-*.error.json"):
             stale.unlink()
         with contextlib.suppress(OSError):
-            self.log_dir.mkdir(parents=True, exist_ok=True)  # somebody may have removed it since the last attempt
+            self.log_dir.mkdir(parents=True, exist_ok=True)  # it may have been removed since the last attempt
         self.folder.mkdir()
         self.crew, self.started, self.hang = Crew(), time.monotonic(), None
         target, num_ranks, watch = self.target, self.num_ranks, None
@@ -163,7 +163,7 @@ class _Run:
                 kill_at = min(kill_at, now + self.stop_seconds)
             if crew.failed() and term_at == math.inf:
                 term_at = now + self.grace_seconds
-                # who saves when asked to stop cannot do so without its peers: it is not asked
+                # a worker that saves when asked to stop cannot do so without its peers: it is not asked
                 kill_at = min(kill_at, term_at if self.supervision else term_at + self.grace_seconds)
             if now >= term_at and crew.signalled_at == math.inf:
                 crew.send(signal.SIGKILL if self.supervision else signal.SIGTERM)
@@ -175,14 +175,14 @@ class _Run:
                 found = asks.examine(pids, self.folder, self.beats(pids), wakes=False)
                 answer(found, self.folder, self.run_dir / "incidents", "dump")
             if self.hang or self.stops or crew.failed() or watch is None:
-                continue  # they end already, or nobody watches
+                continue  # they are already ending, or nobody watches
             if watch.is_late(self.beats(crew.alive), now):
                 witnesses = watch.examine(crew.pids(), self.folder, self.beats(crew.alive))
                 self.hang = Hang(hang_error(witnesses), witnesses, self.folder)
                 crew.send(signal.SIGKILL)
 
     def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
-        """Where each of ``ranks`` is, or was when it ended."""
+        """Last heartbeat of each of ``ranks``."""
         return {rank: read_mirror(mirror_path(self.folder, rank)) for rank in ranks}
 
     def failures(self) -> list[Failure]:
@@ -197,12 +197,12 @@ class _Run:
         else:
             beat = read_mirror(mirror_path(self.folder, rank))
             failure = failure_of_exit(rank, end.code, (beat.step, beat.phase), end.monotonic)
-            # `timeout`, a container's stop and the like send their signal to the workers as well as to us
+            # `timeout`, a container's stop and the like send their signal to the workers and to this process
             ended = end.monotonic > self.crew.signalled_at or (bool(self.stops) and -end.code in STOP_SIGNALS)
         return replace(failure, blame=Blame.ENDED) if ended else failure
 
     def can_go_on(self) -> bool:
-        """Whether a new attempt makes sense; then what failed is said, counted and written for it."""
+        """Whether the run can restart; if so, the failure is reported, counted and written down."""
         failures = self.failures()
         if self.supervision is None or self.stops or not (failures or self.hang):
             return False
@@ -224,7 +224,7 @@ class _Run:
         return True
 
     def conclude(self) -> int:
-        """Print what is to be said and choose the exit code."""
+        """Print the final report and choose the exit code."""
         if self.hang:
             tries = self._tries(self.hang.failure)
             say(self.hang.publish(self.run_dir / "incidents") + (f"\n  {'tries':<6} {tries}" if tries else ""))
@@ -236,18 +236,18 @@ class _Run:
                 return max(end.code for end in self.crew.exits.values())
             say(render(failures, self.log_dir, tries=self._tries(root)))
             return root.exit_code
-        if root is not None and root.blame is Blame.ERROR:  # such as a full disk while saving
+        if root is not None and root.blame is Blame.ERROR:  # for example a full disk while saving
             say(render(failures, self.log_dir))
         by = stops[0].signal
         if all(end.code == 0 for end in self.crew.exits.values()):  # the signal came after the last step
             return 0
         saved = all(end.code == PREEMPTED for end in self.crew.exits.values())
         say(f"stopped by {by.name}" + (", saved first" if saved else ""))
-        # a script may start again what exits with 75, but not what a person stopped
+        # a script may restart a run that exits with 75, but not a run that a person stopped
         return PREEMPTED if saved and by is not signal.SIGINT else 128 + by
 
     def _tries(self, root: Failure) -> str:
-        """How often the run was started, and why it is given up; empty where it was started once."""
+        """Number of starts of the run, and why it is not restarted; empty if it was started once."""
         if self.supervision is None or len(self.history.attempts) < 2:
             return ""
         reason = reason_to_stop(root, self.history, self.supervision.launch)
@@ -270,26 +270,26 @@ def run_workers(
     operation. A forked torch keeps the parent's thread count, so ``target`` calls
     ``torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))``. Elsewhere ``target`` must be picklable.
 
-    The first rank that fails ends the attempt. Under ``supervision`` all ranks may then start again, and go on from
-    their newest checkpoint; the last thing on stderr is one block about the root cause. SIGHUP, SIGINT,
-    SIGTERM and SIGUSR1 reach the workers as SIGTERM, with a word which it was; a second one kills them. SIGUSR2, to
-    this process or to a worker, asks where all ranks are, and they go on. No worker outlives this process.
+    The first rank that fails ends the attempt. Under ``supervision`` all ranks may then restart and continue from their
+    newest checkpoint. The last output on stderr is one block about the root cause. SIGHUP, SIGINT, SIGTERM and SIGUSR1
+    reach the workers as SIGTERM, with a note which signal it was; a second signal kills the workers. SIGUSR2, to this
+    process or to a worker, asks where all ranks are; the ranks continue. No worker outlives this process.
 
     Args:
-        target: the job of one rank. It returns, raises, or leaves with ``SystemExit(75)`` for "preempted and saved".
+        target: job of one rank. It returns, raises, or leaves with ``SystemExit(75)`` for "preempted and saved".
         num_ranks: at least 1.
         run_dir: folder of the run; logs and error reports go to ``run_dir/logs``.
-        grace_seconds: after a failure, time for the other ranks to report, and without ``supervision`` again to end
-            after SIGTERM.
-        stop_seconds: after a signal to this process, time for the workers to save and end; under ``supervision`` it is
-            ``launch.grace_seconds``. Under ``supervision`` ``target`` calls ``catch_stop_signals``: signals wait
+        grace_seconds: time for the other ranks to report after a failure, and without ``supervision`` also to end after
+            SIGTERM.
+        stop_seconds: time for the workers to save and end after a signal to this process; under ``supervision`` it is
+            ``launch.grace_seconds``. Under ``supervision`` ``target`` calls ``catch_stop_signals``, and signals wait
             until then.
-        threads: ``OMP_NUM_THREADS`` of a worker; None keeps the user's, else the cores are shared out.
+        threads: ``OMP_NUM_THREADS`` of a worker; None keeps the user's number, or else shares out the cores.
         supervision: restarts and the watchdog; None: one attempt, and a rank may hang for ever.
 
     Returns:
-        0, 75 when all ranks left with it, 1 or the CriusError's code after a failure, 1 after a hang, 128 + number
-        after a signal.
+        0; 75 if all ranks left with it; 1 or the CriusError's code after a failure; 1 after a hang; 128 + number after
+            a signal.
 
     Raises:
         EnvironmentError: ``run_dir`` cannot be written.
@@ -314,21 +314,21 @@ def run_workers(
 def run_single(
     target: Callable[[Placement], None], placement: Placement, run_dir: Path, watchdog: WatchdogConfig | None = None
 ) -> int:
-    """Run ``target`` in this process, as the only rank or as one that torchrun or Slurm started.
+    """Run ``target`` in this process, as the only rank or as a rank that torchrun or Slurm started.
 
-    Errors are reported as ``run_workers`` does, every rank for itself; torchrun also gets its error file.
-    The caller ends with ``crius.launch.report.leave(code)`` when a rank of many failed: a normal exit can wait for
-    peers that are gone.
+    Errors are reported as by ``run_workers``, by every rank for itself; torchrun also gets its error file. If a rank of
+    many failed, the caller ends with ``crius.launch.report.leave(code)``: a normal exit can wait for peers that are
+    gone.
 
     Args:
-        target: the job of this rank.
+        target: job of this rank.
         placement: its place.
         run_dir: folder of the run.
-        watchdog: watches the ranks of this host from a thread of each, and says where this one is when SIGUSR2 asks;
-            None: nobody does. A process alone is not watched.
+        watchdog: limits by which a thread of each rank watches the ranks of this host; it also reports where this rank
+            is when SIGUSR2 asks. None: no watching. A process alone is not watched.
 
     Returns:
-        The exit code: 0, that of a CriusError or SystemExit, 130 after Ctrl-C, else 1.
+        The exit code: 0, or the code of a CriusError or SystemExit, or 130 after Ctrl-C, else 1.
 
     Raises:
         EnvironmentError: ``run_dir`` cannot be written.
@@ -354,6 +354,6 @@ def _prepare_logs(run_dir: Path, rank: int) -> Path:
         raise EnvironmentError(
             f"the logs of this run cannot be written to {log_dir}: {error.strerror}.",
             where="--job.run_dir",
-            fix="name a folder that you may write: --job.run_dir DIR",
+            fix="give a writable folder: --job.run_dir DIR",
         ) from error
     return log_dir

@@ -1,4 +1,4 @@
-"""The lock of a run folder: one run writes to it at a time, and the one that comes second learns who that is."""
+"""The lock of a run folder: one run at a time writes to it, and a second run is told who has it."""
 
 import contextlib
 import datetime
@@ -22,19 +22,19 @@ NAME = "run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_BYTES = 4096
 _LOOK_SECONDS = 1.0
-_MAX_TAKEN = 3  # a second run that is refused for another reason frees the folder at once
+_MAX_TAKEN = 3  # a second run that is refused for another reason unlocks the folder at once
 
 
 class RunLock:
-    """A run folder that this process has for itself; see ``run_lock``.
+    """A run folder that belongs to this process alone; see ``run_lock``.
 
     Args:
         run_dir: folder of the run; it exists.
-        command: the verb that takes it.
+        command: verb that takes the folder.
 
     Raises:
-        ConfigError: another process has it.
-        EnvironmentError: ``run.lock`` cannot be opened, or is no plain file.
+        ConfigError: another process has the folder.
+        EnvironmentError: ``run.lock`` cannot be opened, or is not a regular file.
     """
 
     def __init__(self, run_dir: Path, command: str) -> None:
@@ -51,17 +51,17 @@ class RunLock:
             raise error
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         holder = {"pid": os.getpid(), "host": platform.node(), "started": now, "command": self._command}
-        with contextlib.suppress(OSError):  # a full disk: then the holder is not known
+        with contextlib.suppress(OSError):  # with a full disk the holder is unknown
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(holder).encode(), 0)
         _OURS.add(file)
         return file
 
     def keep(self) -> None:
-        """Take the folder again where it was removed meanwhile. Call it often: it looks once a second.
+        """Take the folder again if it was removed meanwhile. Call this often: it checks once per second.
 
         Raises:
-            ConfigError: another run has taken it since, and kept it for some looks.
+            ConfigError: another run has taken the folder since, and kept it for several checks.
         """
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return
@@ -72,7 +72,7 @@ class RunLock:
         except FileNotFoundError:
             pass
         except OSError:
-            return  # a file server that does not answer says nothing
+            return  # a file server that does not answer is no evidence
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             file = self._taken_file()
@@ -81,9 +81,9 @@ class RunLock:
             if self._num_taken == _MAX_TAKEN:
                 raise
         except (OSError, EnvironmentError) as error:
-            self._warn(f"it cannot be made again ({str(error).splitlines()[0]})")
+            self._warn(f"it cannot be created again ({str(error).splitlines()[0]})")
         else:
-            self._warn("it is made again; what was in it is gone")
+            self._warn("it is created again, but its files are lost")
             self.release()
             self._file, self._num_taken = file, 0
 
@@ -91,9 +91,9 @@ class RunLock:
         say(f"warning: the run folder {self._run_dir} was removed, or renamed, while this run writes to it: {what}")
 
     def release(self) -> None:
-        """Let another process have the folder."""
+        """Unlock the folder."""
         with contextlib.suppress(OSError):
-            os.ftruncate(self._file, 0)  # the file stays: who removes it may remove one that another just locked
+            os.ftruncate(self._file, 0)  # not removed: another process may just have locked it
         _OURS.discard(self._file)
         os.close(self._file)
 
@@ -121,11 +121,11 @@ def holder_of(run_dir: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path, command: str) -> Iterator[RunLock]:
-    """Have ``run_dir`` for this process alone while the context is open.
+    """Give ``run_dir`` to this process alone while the context is open.
 
-    The lock is ``flock``'s on ``run.lock``: the kernel, and over NFS the server, frees it when this process ends,
-    however that happens. A process that is forked from this one does not keep it. Where the folder is removed, the
-    lock goes with it: ``RunLock.keep`` takes it again.
+    The lock is ``flock``'s on ``run.lock``. The kernel, and over NFS the server, releases it when this process ends, in
+    any way. A process that is forked from this one does not keep it. If the folder is removed, the lock is gone too:
+    ``RunLock.keep`` takes it again.
 
     Raises:
         ConfigError, EnvironmentError: as ``RunLock``.
@@ -145,9 +145,9 @@ def keep_all(locks: Sequence[RunLock]) -> None:
 
 @contextlib.contextmanager
 def kept(locks: Sequence[RunLock]) -> Iterator[None]:
-    """Keep ``locks`` from a thread while the context is open; a folder that is lost to another run ends this process.
+    """Keep ``locks`` from a thread while the context is open; losing a folder to another run ends this process.
 
-    For a process that does not fork; the launcher keeps them where it looks after its workers.
+    For a process that does not fork; the launcher keeps its locks while it supervises its workers.
     """
     ended = threading.Event()
 
@@ -172,7 +172,7 @@ _OURS: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """A copy of the descriptor would keep the folder locked when this process is gone and its child is not."""
+    """Close the copy of the descriptor: a living child would keep the folder locked after this process ended."""
     for file in _OURS:
         os.close(file)
     _OURS.clear()
@@ -192,7 +192,7 @@ def _open(path: Path) -> int:
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
     os.close(file)
-    raise EnvironmentError(f"the lock {path} is no plain file.", where="--job.run_dir", fix=f"remove {path}")
+    raise EnvironmentError(f"the lock {path} is not a regular file.", where="--job.run_dir", fix=f"remove {path}")
 
 
 def _take(file: int) -> bool:
@@ -203,12 +203,12 @@ def _take(file: int) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        sys.stderr.write(f"warning: this file system has no locks ({error.strerror}): start one run in a folder only\n")
+        sys.stderr.write(f"warning: this file system has no locks ({error.strerror}): start only one run in a folder\n")
     return True
 
 
 def _taken(run_dir: Path, file: int) -> ConfigError:
-    who, kill = "a process that has not said who it is", ""
+    who, kill = "an unknown process", ""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         holder = json.loads(os.pread(file, _MAX_BYTES, 0))
         pid, place = int(holder["pid"]), "this host" if holder["host"] == platform.node() else f"host {holder['host']}"

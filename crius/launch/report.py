@@ -1,4 +1,4 @@
-"""The error report of a rank, the choice of the root cause among ranks, and the last words of a process."""
+"""The error report of a rank, the choice of the root cause among ranks, and the end of a process."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from crius.run_file import write_whole
 
 _NUM_FRAMES = 10
 _NUM_LINES = 10
-_MESSAGE_LINES = 12  # errors of the C++ side of torch carry a page of stack behind their first lines
+_MESSAGE_LINES = 12  # errors of torch's C++ side have a page of stack after their first lines
 _PEER_LOSS_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "OSError")
 _PEER_LOSS_WORDS = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|timed? ?out|gloo|nccl|socket|remote process exited",
@@ -31,11 +31,11 @@ _PEER_LOSS_WORDS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """What a rank writes to ``rank-N.error.json`` when an exception ends it."""
+    """Contents of ``rank-N.error.json``, which a rank writes when an exception ends it."""
 
     rank: int
     step: int | None
-    """The step that was being computed; None before the first."""
+    """Step that was being computed; None before the first step."""
     phase: str
     exception: str
     """Name of the exception's class."""
@@ -43,19 +43,19 @@ class ErrorReport:
     traceback: tuple[str, ...]
     """Lines of the last 10 frames."""
     monotonic: float
-    """Seconds of ``time.monotonic``: comparable between the processes of one host."""
+    """Time in seconds of ``time.monotonic``: comparable between the processes of one host."""
     wall: float
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
     is_crius_error: bool
     exit_code: int
     rendered: str
-    """The whole text of a CriusError, else empty."""
+    """The whole text of a CriusError; empty for other exceptions."""
     peer_loss: bool
-    """Whether the error is of the kind that the end of another rank causes."""
+    """Whether the end of another rank can cause such an error."""
 
 
 def report_of(error: BaseException, rank: int) -> ErrorReport:
-    """The report of ``error``, with the step and the phase that this process is in now, and without secrets."""
+    """The report of ``error``, with the present step and phase of this process, without secrets."""
     frames = "".join(traceback.format_tb(error.__traceback__, limit=-_NUM_FRAMES)).splitlines()
     crius_error = error if isinstance(error, CriusError) else None
     return ErrorReport(
@@ -82,28 +82,28 @@ def _is_peer_loss(error: BaseException) -> bool:
 
 
 def report_path(folder: Path, rank: int) -> Path:
-    """Where the report of ``rank`` lies in ``folder``."""
+    """Path of the report of ``rank`` in ``folder``."""
     return folder / f"rank-{rank}.error.json"
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """Where the output of ``rank`` lies in ``folder``."""
+    """Path of the output of ``rank`` in ``folder``."""
     return folder / f"rank-{rank}.log"
 
 
 def write_json(path: Path, record: object) -> None:
-    """Write ``record`` so that a reader sees all of it or nothing. A full disk is no second error: it is ignored."""
+    """Write ``record`` so that a reader sees all of it or nothing. Errors of the disk are ignored."""
     with contextlib.suppress(OSError):
         write_whole(path, json.dumps(record, indent=1), is_private=True)
 
 
 def write_report(report: ErrorReport, folder: Path) -> None:
-    """Write ``report`` to its place in ``folder``."""
+    """Write ``report`` to its path in ``folder``."""
     write_json(report_path(folder, report.rank), asdict(report))
 
 
 def read_report(folder: Path, rank: int) -> ErrorReport | None:
-    """The report of ``rank`` in ``folder``, None when it left none."""
+    """The report of ``rank`` in ``folder``; None if the rank left none."""
     try:
         record = json.loads(report_path(folder, rank).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -112,18 +112,18 @@ def read_report(folder: Path, rank: int) -> ErrorReport | None:
 
 
 class Blame(IntEnum):
-    """How likely a failure is the root cause; the smallest comes first."""
+    """Likelihood of a failure to be the root cause; the likeliest has the smallest number."""
 
     SIGNAL = 0
     ERROR = 1
-    ABORT = 2  # SIGABRT can be NCCL's watchdog, which ends a process because another one is gone
+    ABORT = 2  # SIGABRT can be NCCL's watchdog, which ends a process because another process is gone
     PEER_LOSS = 3
     ENDED = 4  # by the launcher
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One rank that failed, as the launcher sees it."""
+    """A failed rank, as the launcher sees it."""
 
     rank: int
     step: int | None
@@ -137,7 +137,7 @@ class Failure:
 
 
 def failure_of_report(report: ErrorReport) -> Failure:
-    """The failure that ``report`` tells of."""
+    """The failure that ``report`` describes."""
     lines = (f"{report.exception}: {report.message}" if report.message else report.exception).splitlines()
     if len(lines) > _MESSAGE_LINES:
         lines = [*lines[:_MESSAGE_LINES], f"... {len(lines) - _MESSAGE_LINES} more lines in the log"]
@@ -174,17 +174,17 @@ def _signal_name(number: int) -> str:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others most likely followed from."""
+    """The failure that most likely caused the others."""
     return min(failures, key=lambda failure: (failure.blame, failure.monotonic, failure.rank))
 
 
 def render(failures: Sequence[Failure], log_dir: Path, *, tries: str = "") -> str:
-    """The block that says which rank failed, where and why; the other ranks share its last line.
+    """The text block about the rank that failed, where and why; its last line has the other ranks.
 
     Args:
-        failures: of one attempt.
-        log_dir: of the run.
-        tries: how often the run was started, and why not again; empty says nothing.
+        failures: failures of one attempt.
+        log_dir: log folder of the run.
+        tries: number of starts, and why there is no further one; empty if there is nothing to report.
     """
     root = root_cause(failures)
     twins = [failure for failure in failures if _same(failure, root)]
@@ -232,7 +232,7 @@ def _reason(failure: Failure, root: Failure) -> str:
 
 
 def report_to_torchrun(report: ErrorReport, environ: Mapping[str, str]) -> None:
-    """Write the file from which torchrun takes the error it shows, in the form its ``record`` decorator uses."""
+    """Write the file that torchrun reads the error from, in the form of its ``record`` decorator."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": "\n".join(report.traceback), "timestamp": str(int(report.wall))}
@@ -242,15 +242,15 @@ def report_to_torchrun(report: ErrorReport, environ: Mapping[str, str]) -> None:
 
 def say(text: str) -> None:
     """Print a block to stderr."""
-    with contextlib.suppress(OSError):  # nobody reads any more
+    with contextlib.suppress(OSError):  # the reader of a pipe is gone
         sys.stderr.write(f"\n{printable(redact(text))}\n")
         sys.stderr.flush()
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once with ``code``: flushed, but without ``atexit``, threads and destructors.
+    """End this process at once with ``code``: output is flushed, but ``atexit``, threads and destructors do not run.
 
-    Those can wait for ever on a peer that is gone, and then the launcher above would never see the failure.
+    Those can wait for ever for a peer that is gone, and then the launcher would never see the failure.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

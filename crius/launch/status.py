@@ -1,4 +1,5 @@
-"""Where this process is in the run, for error reports and the watchdog: one object that the training loop updates."""
+"""The place of this process in the run, for error reports and the watchdog: one object that the training loop
+updates."""
 
 import contextlib
 import json
@@ -12,28 +13,28 @@ from crius.run_file import Mirror
 _RECORD_BYTES = 128
 
 ALONE_PHASES = ("compile", "profiler", "gc")
-"""Work of one rank for which the others may wait in their step: while it lasts, none of them is late."""
+"""Phases in which one rank works and the others may wait in their step: meanwhile none of them is late."""
 
 PHASES = (
     *("start", "load", *ALONE_PHASES),
     *("data", "forward", "backward", "pipeline", "optimizer", "save", "validation"),
 )
-"""What a rank can be at. ``pipeline`` is forward and backward under a schedule; the schedule mixes them."""
+"""Phases of a rank. ``pipeline`` is forward and backward together, because a schedule mixes them."""
 
 STEP_PHASES = ("data", "forward", "backward", "pipeline", "optimizer")
-"""Phases that every step has; the others take their own time."""
+"""Phases that every step has; other phases take times of their own."""
 
 
 @dataclass
 class Heartbeat:
-    """Where a process is.
+    """Place of a process in the run.
 
     Attributes:
-        step: the step that is being computed, 1 is the first; None before it.
+        step: step that is being computed, from 1; None before the first.
         phase: one of ``PHASES``.
-        since: seconds of ``time.monotonic`` when it last said so.
-        limit_seconds: how long it may stay there; 0 where that is not known yet.
-        waits_for: the rank without which it cannot go on; None where it works, or waits in a collective.
+        since: time of the last update, in seconds of ``time.monotonic``.
+        limit_seconds: longest time in this phase; 0 if that is not known yet.
+        waits_for: rank that this process needs to continue; None while it works, or waits in a collective.
     """
 
     step: int | None = None
@@ -44,10 +45,10 @@ class Heartbeat:
 
 
 class Status(Heartbeat):
-    """The step and the phase this process is in.
+    """The step and the phase of this process.
 
-    Inside a local worker every update also goes to a small file, because a worker that is killed or stopped cannot
-    report and the launcher still wants to say where it was.
+    In a local worker every update also goes to a small file, so that the launcher knows where a worker was that is
+    killed or stopped and cannot report.
     """
 
     def __init__(self) -> None:
@@ -56,9 +57,9 @@ class Status(Heartbeat):
         self._listeners: list[Callable[[int | None, str], None]] = []
 
     def update(self, *, step: int | None = None, phase: str | None = None, waits_for: int | None = None) -> None:
-        """Note a new ``step`` (the one being computed, 1 is the first) or ``phase``, or that a long one goes on.
+        """Record a new ``step`` (being computed, from 1) or a new ``phase``, or that a long phase is still alive.
 
-        ``waits_for`` is the rank without which this process cannot go on; None says that it works.
+        ``waits_for`` is the rank that this process needs to continue; None means that it works.
         """
         self.step = self.step if step is None else step
         self.phase = self.phase if phase is None else phase
@@ -70,7 +71,7 @@ class Status(Heartbeat):
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in ``phase`` inside, and then again in the phase of before."""
+        """Set ``phase`` within the context, then return to the phase before."""
         before = self.phase
         self.update(phase=phase)
         try:
@@ -85,7 +86,7 @@ class Status(Heartbeat):
 
     @contextlib.contextmanager
     def listening(self, listener: Callable[[int | None, str], None]) -> Iterator[None]:
-        """Call ``listener(step, phase)`` after each update inside, as planted faults do."""
+        """Call ``listener(step, phase)`` after each update in the context, as planted faults do."""
         self._listeners.append(listener)
         try:
             yield
@@ -94,12 +95,12 @@ class Status(Heartbeat):
 
 
 def mirror_path(folder: Path, rank: int) -> Path:
-    """Where the status of ``rank`` lies in ``folder``."""
+    """Path of the status of ``rank`` in ``folder``."""
     return folder / f"rank-{rank}.status"
 
 
 def read_mirror(path: Path) -> Heartbeat:
-    """What a process mirrored to ``path``; ``Heartbeat()`` where it did not get that far."""
+    """The status that a process mirrored to ``path``; ``Heartbeat()`` if there is none yet."""
     try:
         return Heartbeat(*json.loads(path.read_bytes()[:_RECORD_BYTES]))
     except (OSError, ValueError, TypeError):

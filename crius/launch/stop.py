@@ -1,4 +1,4 @@
-"""The wish that a run ends: a signal that the launcher notes and hands on, and that a worker notes for its loop."""
+"""Requests to stop a run: a signal that the launcher records and passes on, and that a worker records for its loop."""
 
 import contextlib
 import os
@@ -17,32 +17,34 @@ from crius.signals import STACKS, STOP_SIGNALS
 _MESSENGERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 PREEMPTED = 75
-"""Exit code of a process that was asked to stop and saved first: no failure."""
+"""Exit code of a process that was asked to stop and saved first; not a failure."""
 
 STOPPED = (PREEMPTED, *(128 + number for number in STOP_SIGNALS))
 """Exit codes of a run that was asked to stop."""
 
 ECHO_SECONDS = 1.0
-"""A signal to a whole process group comes a second time from the launcher, which got it too and hands it on."""
+"""Seconds in which a second signal is an echo: a signal to a whole process group comes again from the launcher, which
+got it too and passes it on."""
 
 LAUNCHER_ECHO_SECONDS = 0.25
-"""``timeout`` sends its signal to its child and then to the whole group: two signals, but one wish."""
+"""Seconds in which two signals are one request: ``timeout`` sends its signal to its child and then to the whole
+group."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A signal that the launcher caught, and when in seconds of ``time.monotonic``."""
+    """A signal that the launcher caught, with its time in seconds of ``time.monotonic``."""
 
     signal: signal.Signals
     monotonic: float
 
 
 class StopRequest:
-    """What the stop signals of this process said so far.
+    """The stop signals of this process so far.
 
     Attributes:
-        number: the first signal; None while there was none.
-        monotonic: when it came, in seconds of ``time.monotonic``; 0.0 while there was none.
+        number: number of the first signal; None before it came.
+        monotonic: time of it, in seconds of ``time.monotonic``; 0.0 before it came.
     """
 
     def __init__(self) -> None:
@@ -51,12 +53,12 @@ class StopRequest:
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """The stop signals that this process does not ignore: ``nohup``, or a shell for a background job, may say so."""
+    """The stop signals that this process does not ignore: ``nohup``, or a shell's background job, may ignore some."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def messenger() -> signal.Signals:
-    """The signal that hands a stop signal on to workers, which ignore what this process ignores."""
+    """The signal that passes a stop signal on to workers, which ignore the same signals as this process."""
     heeded = heeded_signals()
     return next((number for number in _MESSENGERS if number in heeded), signal.SIGTERM)
 
@@ -80,16 +82,16 @@ def caught_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[list
 
 
 def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = None) -> StopRequest:
-    """Note the first of the stop signals in the returned object instead of dying of it.
+    """Record the first stop signal in the returned object instead of ending by it.
 
-    A second one, more than ``ECHO_SECONDS`` later, ends this process at once with ``128 + number``. What is ignored,
-    such as SIGINT in a local worker or in a background job, stays ignored. Only the main thread can catch signals: in
-    another one nothing is caught.
+    A second signal, more than ``ECHO_SECONDS`` later, ends this process at once with ``128 + number``. Ignored signals,
+    such as SIGINT in a local worker or in a background job, stay ignored. Only the main thread can catch signals: in
+    another thread none is caught.
 
     Args:
-        has_launcher: Crius' own launcher started this process. It hands signals on, and it is the one that kills
-            after a second signal, so that this process only ever notes the first.
-        scratch: where that launcher says which signal it hands on, see ``tell_stop_signal``.
+        has_launcher: whether Crius's own launcher started this process. It passes signals on and kills after a second
+            signal, so this process only ever records the first.
+        scratch: folder where that launcher says which signal it passes on, see ``tell_stop_signal``.
     """
     request = StopRequest()
 
@@ -104,12 +106,12 @@ def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = Non
         return request
     for number in heeded_signals():
         signal.signal(number, note)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a worker is forked with them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they are blocked when a worker is forked
     return request
 
 
 def tell_stop_signal(scratch: Path, number: signal.Signals) -> None:
-    """Say in ``scratch`` which signal the one that ``messenger`` names stands for."""
+    """Write to ``scratch`` which signal the one of ``messenger`` stands for."""
     with contextlib.suppress(OSError):
         (scratch / "stop").write_text(str(int(number)))
 
@@ -122,24 +124,24 @@ def _told(scratch: Path | None) -> int:
 
 
 def leave_on_stop_signals() -> None:
-    """Let the stop signals end this process as one that saved: there is nothing yet that could be lost.
+    """Let stop signals end this process as if it had saved: nothing can be lost yet.
 
-    With ``PREEMPTED``, after SIGINT with 130. What is ignored stays ignored. Call it in the main thread.
+    The exit code is ``PREEMPTED``, after SIGINT 130. Ignored signals stay ignored. Call it in the main thread.
     """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         name = signal.Signals(number).name
-        with contextlib.suppress(OSError, RuntimeError):  # a terminal that is gone, a line that is being written
-            sys.stderr.write(f"\nstopped by {name} before anything was started; all that was saved is as it was\n")
+        with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or a line is being written
+            sys.stderr.write(f"\nstopped by {name} before anything was started; nothing that was saved has changed\n")
             sys.stderr.flush()
         os._exit(128 + number if number == signal.SIGINT else PREEMPTED)  # an import may swallow an exception
 
     for number in heeded_signals():
         signal.signal(number, leave)
-    signal.signal(STACKS, signal.SIG_IGN)  # it asks what a run is doing: nothing yet
+    signal.signal(STACKS, signal.SIG_IGN)  # it asks what a run does, but the run has not begun
 
 
 def ignore_stop_signals() -> None:
-    """Let no stop signal change the exit code that is known already: a process with torch takes seconds to leave."""
+    """Ignore stop signals once the exit code is known: a process with torch takes seconds to leave."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,6 +1,6 @@
-"""The watchdog: finds a rank that does not go on, and says which, where, and what all the others wait for.
+"""The watchdog: finds a rank that makes no progress, and reports which one, where it is, and what the others wait for.
 
-It also says so of a run that is well, where somebody asks by a signal.
+It also reports this for a healthy run if a signal asks for it.
 """
 
 import contextlib
@@ -44,14 +44,15 @@ from crius.table import aligned
 
 _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 3.0
-"""A launcher that did not run for so long was stopped with its workers, as by Ctrl-Z; nobody hung meanwhile."""
-_NUM_NEWEST, _NUM_FRAMES = 3, 12  # of a stack, on the screen; the report has all
+"""Seconds without the launcher running that mean that it was stopped with its workers, as by Ctrl-Z: no rank hung
+then."""
+_NUM_NEWEST, _NUM_FRAMES = 3, 12  # lines of a stack on the screen; the report has all
 HEADINGS = ("rank", "host", "process", "phase", "step", "seconds", "waits for")
 _STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
 
 
 def limit_seconds(beat: Heartbeat, config: WatchdogConfig) -> float:
-    """How long a rank may stay where it is."""
+    """Longest time of a rank in its present phase, in seconds."""
     if beat.phase in ("start", "load"):
         return config.startup_seconds
     if config.limit_seconds > 0:
@@ -61,16 +62,16 @@ def limit_seconds(beat: Heartbeat, config: WatchdogConfig) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Witness:
-    """What is known of one rank of a run that hangs.
+    """Facts about one rank of a run that hangs.
 
     Attributes:
-        seconds: in the phase.
-        limit_seconds: that it may stay there.
-        waits_for: the rank without which it cannot go on, as it said itself.
+        seconds: time in the phase.
+        limit_seconds: longest time allowed in the phase.
+        waits_for: rank that it needs to continue, by its own report.
         state: stopped (SIGSTOP) or the like; empty for a process that runs or waits.
-        pending: the collective it waits in, if it told; a stopped process cannot.
+        pending: collective that it waits in, if it reported one; a stopped process cannot.
         stack: lines of the main thread's stack, most recent call first; empty if it did not answer.
-        threads: the stacks of all its threads, most recent call last; empty if it did not answer.
+        threads: stacks of all its threads, most recent call last; empty if it did not answer.
     """
 
     rank: int
@@ -92,14 +93,14 @@ class Witness:
         return f"{self.phase} of step {self.step}" if self.step is not None else f"{self.phase}, before step 1"
 
     def row(self) -> tuple[str, ...]:
-        """A row of the table that ``HEADINGS`` is over."""
+        """A row of the table with the headings ``HEADINGS``."""
         step = "-" if self.step is None else str(self.step)
         other = "" if self.waits_for is None else f"rank {self.waits_for}"
         waits = self.pending or self.state or other or ("none" if self.threads else "no answer")
         return str(self.rank), self.host, str(self.pid), self.phase, step, f"{self.seconds:.1f}", str(waits)
 
     def frames(self) -> tuple[str, ...]:
-        """Where the main thread is: its newest frames, then those of other files than libraries', down to the job."""
+        """Frames of the main thread: the newest ones, then frames outside libraries, down to the job."""
         end = next((index for index, line in enumerate(self.stack) if "launch/crew.py" in line), len(self.stack))
         shown = [*self.stack[:_NUM_NEWEST], *(line for line in self.stack[_NUM_NEWEST:end] if not _is_library(line))]
         return tuple(shown[: min(end, _NUM_FRAMES)]) or ("  no answer",)
@@ -112,9 +113,9 @@ def _is_library(line: str) -> bool:
 def choose_culprit(witnesses: list[Witness]) -> Witness:
     """The rank that the others most likely wait for.
 
-    A stopped process first; else one that got least far: step, then phase, then its collective, where one that has
-    entered none, or an earlier one of the same group, is behind the others, and so is one that does not say that it
-    waits for another rank; else the one that is there longest.
+    A stopped process comes first. Else it is the rank that got least far: by step, by phase, then by collective. A rank
+    that has entered no collective, or an earlier one of the same group, is behind the others, and so is a rank that
+    does not report waiting for another rank. Else it is the rank that has been there longest.
     """
 
     def progress(witness: Witness) -> tuple[bool, int, int]:
@@ -134,16 +135,16 @@ def choose_culprit(witnesses: list[Witness]) -> Witness:
 
 @dataclass(frozen=True)
 class Hang:
-    """A run that hangs: the error, and what each rank was at."""
+    """A run that hangs: the error, and the state of each rank."""
 
     error: HangError
     witnesses: list[Witness]
     folder: Path
-    """With the dumps of the flight recorder."""
+    """Folder with the dumps of the flight recorder."""
 
     @property
     def failure(self) -> Failure:
-        """The hang as a failure of the rank that is named, which is counted as any other."""
+        """The hang as a failure of the named rank; it counts as any other failure."""
         culprit = choose_culprit(self.witnesses)
         return Failure(
             rank=culprit.rank,
@@ -178,15 +179,15 @@ def _publish(headline: str, witnesses: list[Witness], folder: Path, incidents: P
         threads = [f"\nall threads of rank {witness.rank}\n{witness.threads}" for witness in witnesses]
         write_whole(text, "\n".join([*lines, *threads]) + "\n", is_private=True)
         write_json(incidents / f"{name}-{number}.json", [asdict(witness) for witness in witnesses])
-    return "\n".join([*lines, f"report: {text} (all threads; beside it the flight recorders)"])
+    return "\n".join([*lines, f"report: {text} (all threads; the flight recorders are in the same folder)"])
 
 
 class Watch:
-    """Looks at the heartbeats of one attempt.
+    """Checks the heartbeats of one attempt.
 
     Args:
         config: the limits.
-        started: of the attempt, in seconds of ``time.monotonic``.
+        started: start of the attempt, in seconds of ``time.monotonic``.
     """
 
     def __init__(self, config: WatchdogConfig, started: float) -> None:
@@ -195,11 +196,11 @@ class Watch:
         self._was_late = False
 
     def is_late(self, beats: Mapping[int, Heartbeat], now: float) -> bool:
-        """Whether a rank is in its phase for longer than its limit, at this and the last call. Call it at each poll."""
+        """Whether a rank was past the limit of its phase at this call and the last one. Call it at each poll."""
         if now - self._looked > _PAUSE_SECONDS:
             self._from = now
         self._looked = now
-        # twice: a beat that is read while it is written says nothing
+        # twice, because a beat that is read while it is written means nothing
         was_late = self._was_late
         late = {rank for rank, beat in beats.items() if self._seconds(beat, now) > limit_seconds(beat, self._config)}
         works_alone = any(beat.phase in ALONE_PHASES for rank, beat in beats.items() if rank not in late)
@@ -222,10 +223,10 @@ class Watch:
 
         Args:
             pids: process ids of the live ranks.
-            folder: where they answer.
-            beats: where they said they are.
-            questions: the signals that ask them.
-            wakes: stopped ranks too are asked, which has to wake them: the run may then go on until it is ended.
+            folder: folder of their answers.
+            beats: their last heartbeats.
+            questions: signals that ask them.
+            wakes: whether to ask stopped ranks too. This wakes them, so the run may continue until it is ended.
         """
         now, host = time.monotonic(), platform.node()
         states = {rank: _STATES.get(process_state(pid), "") for rank, pid in pids.items()}
@@ -254,20 +255,20 @@ class Watch:
 
 
 def answer(witnesses: list[Witness], folder: Path, incidents: Path, name: str) -> None:
-    """Print, and write to ``NAME-N.txt`` and ``NAME-N.json``, where ranks are that somebody asked by a signal."""
-    say(_publish("SIGUSR2 asks where the ranks are; they go on.", witnesses, folder, incidents, name))
+    """Print where the ranks are because a signal asked, and write it to ``NAME-N.txt`` and ``NAME-N.json``."""
+    say(_publish("SIGUSR2 asks where the ranks are; they continue.", witnesses, folder, incidents, name))
     forget(folder, (witness.rank for witness in witnesses))
 
 
 def hang_error(witnesses: list[Witness]) -> HangError:
-    """What is reported of a run that hangs: the rank to look at, and whose limit has passed."""
+    """The error of a run that hangs: the rank to look at, and the rank whose limit has passed."""
     culprit = choose_culprit(witnesses)
     late = max(witnesses, key=lambda witness: witness.seconds - witness.limit_seconds)
     state = f"{culprit.state} in" if culprit.state else "in"
-    what = f"rank {culprit.rank} does not go on: {state} {culprit.place} for {culprit.seconds:.1f} s."
+    what = f"rank {culprit.rank} makes no progress: {state} {culprit.place} for {culprit.seconds:.1f} s."
     if culprit.waits_for is not None and all(witness.rank != culprit.waits_for for witness in witnesses):
         what = (
-            f"rank {culprit.waits_for}, on another host, does not go on: rank {culprit.rank} waits for it in "
+            f"rank {culprit.waits_for}, on another host, makes no progress: rank {culprit.rank} waits for it in "
             f"{culprit.place} for {culprit.seconds:.1f} s."
         )
     return HangError(
@@ -275,21 +276,22 @@ def hang_error(witnesses: list[Witness]) -> HangError:
         where=f"host {culprit.host}, process {culprit.pid}",
         why=f"rank {late.rank} is in {late.place} for {late.seconds:.1f} s, "
         f"and the limit is {late.limit_seconds:.1f} s",
-        fix="look at the stacks below; if that was work and no hang, raise --watchdog.limit_seconds or "
+        fix="look at the stacks below; if the rank was working, raise --watchdog.limit_seconds or "
         "--watchdog.startup_seconds",
     )
 
 
 _POLL_SECONDS = 0.2
-_FOUND = "hang"  # its maker is the one that reports
+_FOUND = "hang"  # the rank that creates it reports
 
 
 @contextlib.contextmanager
 def sentry(config: WatchdogConfig, placement: Placement, run_dir: Path) -> Iterator[None]:
-    """Watch the ranks of this host while the context is open; whoever sees a hang first reports it and ends them all.
+    """Watch the ranks of this host while the context is open; the first rank that sees a hang reports it and ends all
+    ranks.
 
-    The ranks meet in a private folder of this host. Where that cannot be had, a warning says that nobody watches. A
-    process alone, and one that shall not be watched, only says where it is when somebody asks.
+    The ranks meet in a private folder of this host. If there cannot be one, a warning says that nobody watches. A
+    process alone, or one that is not to be watched, only reports where it is when a signal asks.
     """
     try:
         folder = _private_folder(run_dir)
@@ -310,18 +312,18 @@ def sentry(config: WatchdogConfig, placement: Placement, run_dir: Path) -> Itera
         ended.set()
         for path in folder.glob(f"rank-{placement.rank}.*"):
             path.unlink(missing_ok=True)
-        if all(process_state(other) == "Z" for other in _pids(folder).values()):  # who was killed leaves its files
+        if all(process_state(other) == "Z" for other in _pids(folder).values()):  # a killed rank leaves its files
             _remove(folder)
 
 
 def _private_folder(run_dir: Path) -> Path:
-    """A folder that the ranks of this host and this start have in common, and nobody else.
+    """A folder that the ranks of this host and this start share with nobody else.
 
-    They have one parent: torchrun's agent, or Slurm's step daemon. Its start time tells it from an earlier process of
-    the same number, and the counter one restart from the next.
+    They have one parent: torchrun's agent, or Slurm's step daemon. The start time of the parent distinguishes it from
+    an earlier process with the same number, and the counter distinguishes restarts.
 
     Raises:
-        PermissionError: somebody else made it.
+        PermissionError: somebody else created it.
     """
     parent = os.getppid()
     start = (str(run_dir.absolute()), parent, process_start(parent), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -329,7 +331,7 @@ def _private_folder(run_dir: Path) -> Path:
     folder = Path(tempfile.gettempdir()) / f"crius-{os.getuid()}-{name}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private_folder(folder):
-        raise PermissionError(f"{folder} is not ours alone")
+        raise PermissionError(f"{folder} is not private to this user")
     return folder
 
 
@@ -337,7 +339,7 @@ def _watch(config: WatchdogConfig, placement: Placement, run_dir: Path, folder: 
     watch, own, incidents = Watch(config, time.monotonic()), {placement.rank: os.getpid()}, run_dir / "incidents"
     while not ended.wait(_POLL_SECONDS):
         asked = is_asked(folder, own)
-        if (folder / _FOUND).exists():  # looked for after, since who makes it asks the other ranks
+        if (folder / _FOUND).exists():  # checked after the search, because the rank that creates it asks the others
             write_flight(folder, placement.rank)
             return
         if asked:
@@ -350,7 +352,7 @@ def _watch(config: WatchdogConfig, placement: Placement, run_dir: Path, folder: 
         beats = {rank: read_mirror(mirror_path(folder, rank)) for rank in pids}
         if watch.is_late(beats, time.monotonic()) and _is_first(folder):
             write_flight(folder, placement.rank)
-            found = watch.examine(pids, folder, beats, (STACKS,), wakes=False)  # this process would go on too
+            found = watch.examine(pids, folder, beats, (STACKS,), wakes=False)  # waking lets this process continue
             hang = Hang(hang_error(found), found, folder)
             say(hang.publish(incidents))
             report = report_of(hang.error, placement.rank)
@@ -383,7 +385,7 @@ def _pids(folder: Path) -> dict[int, int]:
 
 
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another rank does the same
+    with contextlib.suppress(OSError):  # another rank may remove it too
         for path in folder.iterdir():
             path.unlink(missing_ok=True)
         folder.rmdir()

@@ -1,11 +1,11 @@
-"""What a process can say although it hangs: its Python stacks and the collectives it waits in.
+"""Reports of a process that hangs: its Python stacks and the collectives it waits in.
 
-Two signals ask. ``STACKS`` is answered by ``faulthandler``'s C handler with the stack of the main thread, whatever that
-thread is blocked in. Not of all threads: the handler would walk the frames of threads that run, and crash. ``FLIGHT``
-wakes a thread that waits for nothing else; if it gets the interpreter's lock it writes the stacks of all threads and
-torch's flight recorder.
+Two signals ask for them. ``faulthandler``'s C handler answers ``STACKS`` with the stack of the main thread, in whatever
+call that thread is blocked. It does not dump all threads, because it would walk the frames of running threads and
+crash. ``FLIGHT`` wakes a thread that waits for nothing else; if it gets the interpreter's lock, it writes the stacks of
+all threads and torch's flight recorder.
 
-A person may send ``STACKS`` too: what a rank has answered though nobody asked for it is a question to all of them.
+A person may send ``STACKS`` too: an answer of a rank that nobody asked is a question to all ranks.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ _POLL_SECONDS = 0.02
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Where the stack of the main thread of ``rank`` goes."""
+    """Path for the stack of the main thread of ``rank``."""
     return folder / f"rank-{rank}.stack"
 
 
 def threads_path(folder: Path, rank: int) -> Path:
-    """Where the stacks of all threads of ``rank`` go."""
+    """Path for the stacks of all threads of ``rank``."""
     return folder / f"rank-{rank}.threads"
 
 
 def flight_path(folder: Path, rank: int) -> Path:
-    """Where the dump of the flight recorder of ``rank`` goes, after its threads."""
+    """Path for the dump of the flight recorder of ``rank``, which is written after its threads."""
     return folder / f"rank-{rank}.flight.json"
 
 
 def record_stack(folder: Path, rank: int) -> None:
-    """Answer ``STACKS`` from now on, and let torch record its collectives, which it decides at the first group."""
+    """Answer ``STACKS`` from now on, and make torch record its collectives, which it decides at the first group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDS)
     file = stack_path(folder, rank).open("a", encoding="utf-8")
     faulthandler.register(STACKS, file=file, all_threads=False)
@@ -58,19 +58,19 @@ def testify(folder: Path, rank: int) -> None:
     """Answer ``QUESTIONS`` from now on. Call it in the main thread of a process that has no other threads yet."""
     record_stack(folder, rank)
     if FLIGHT is not None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, (FLIGHT,))  # in this thread and those that it starts
+        signal.pthread_sigmask(signal.SIG_BLOCK, (FLIGHT,))  # in this thread and threads that it starts
         threading.Thread(target=_answer, args=(FLIGHT, folder, rank), name="crius-flight", daemon=True).start()
 
 
 def _answer(number: int, folder: Path, rank: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, (STACKS,))  # that is for the main thread, also where it is sent to all
+    signal.pthread_sigmask(signal.SIG_BLOCK, (STACKS,))  # for the main thread only, even if it is sent to all
     while True:
         signal.sigwait((number,))
         write_flight(folder, rank)
 
 
 def write_flight(folder: Path, rank: int) -> None:
-    """Write the stacks of all threads of this process, and its flight recorders. What fails is ignored."""
+    """Write the stacks of all threads of this process, and its flight recorders. Failures are ignored."""
     with contextlib.suppress(Exception):
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
@@ -89,9 +89,9 @@ def _flight_records() -> list[Any]:
 
 
 def ask(pids: Mapping[int, int], numbers: Iterable[int]) -> None:
-    """Send each of the signals to each of the processes; ``STACKS`` to their main threads alone."""
-    # a signal to a process that is stopped goes to whichever of its threads wakes first: they may know no Python
-    to_thread = getattr(ctypes.CDLL(None), "tgkill", None)  # of Linux, where glibc is 2.30 or newer
+    """Send each signal to each process; ``STACKS`` only to their main threads."""
+    # a signal to a stopped process goes to the thread that wakes first, which may not be a Python thread
+    to_thread = getattr(ctypes.CDLL(None), "tgkill", None)  # on Linux with glibc 2.30 or newer
     for pid in pids.values():
         for number in numbers:
             if number == STACKS and to_thread is not None:
@@ -103,7 +103,7 @@ def ask(pids: Mapping[int, int], numbers: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def caught_questions() -> Iterator[list[int]]:
-    """Collect the ``STACKS`` signals to this process, which is no rank, in the list."""
+    """Collect the ``STACKS`` signals to this process, which is not a rank, in the list."""
     asked: list[int] = []
     before = signal.signal(STACKS, lambda number, frame: asked.append(number))
     try:
@@ -113,7 +113,7 @@ def caught_questions() -> Iterator[list[int]]:
 
 
 def is_asked(folder: Path, ranks: Collection[int]) -> bool:
-    """Whether somebody sent ``STACKS`` to one of ``ranks``; its answer is then forgotten."""
+    """Whether somebody sent ``STACKS`` to one of ``ranks``; its answer is then removed."""
     found = any(read(stack_path(folder, rank)) for rank in ranks)
     if found:
         forget(folder, ranks)
@@ -121,7 +121,7 @@ def is_asked(folder: Path, ranks: Collection[int]) -> bool:
 
 
 def forget(folder: Path, ranks: Iterable[int]) -> None:
-    """Remove what ``ranks`` have answered, so that the next answers are known from these."""
+    """Remove the answers of ``ranks``, so that new answers can be told from old ones."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             os.truncate(stack_path(folder, rank), 0)
@@ -130,20 +130,20 @@ def forget(folder: Path, ranks: Iterable[int]) -> None:
 
 
 def wait_for_answers(ranks: Iterable[int], folder: Path, seconds: float) -> None:
-    """Wait until ``ranks`` have written what they were asked for, but not longer than ``seconds``."""
+    """Wait until ``ranks`` have written their answers, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     sizes = {rank: 0 for rank in ranks}
     while sizes and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         before, sizes = sizes, {rank: len(read(stack_path(folder, rank))) for rank in sizes}
         for rank, size in list(sizes.items()):
-            is_written = 0 < size == before[rank]  # it grew no more since the last look
+            is_written = 0 < size == before[rank]  # it has not grown since the last check
             if is_written and (FLIGHT is None or flight_path(folder, rank).exists()):
                 del sizes[rank]
 
 
 def read(path: Path) -> str:
-    """What an answer says; empty where there is none."""
+    """Text of an answer; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -174,9 +174,9 @@ class Collective:
     """A collective that a rank has entered and not left.
 
     Attributes:
-        name: such as ``gloo:all_reduce``.
+        name: name such as ``gloo:all_reduce``.
         group: description of its process group.
-        seq: its number in that group, from 1.
+        seq: number of the collective in that group, from 1.
         sizes: shapes of its inputs.
     """
 
@@ -190,7 +190,7 @@ class Collective:
 
 
 def pending_collective(path: Path) -> Collective | None:
-    """The oldest collective of a dump that is not done; None where there is none, or no dump."""
+    """The oldest unfinished collective of a dump; None if there is none, or no dump."""
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
         entries = [entry for record in records for entry in record.get("entries", ())]

@@ -1,1 +1,1 @@
-"""What a run reports, and where it goes."""
+"""Reports of a run, and their destinations."""

@@ -1,4 +1,4 @@
-"""What is known of devices: peak speed and memory."""
+"""Facts about devices: peak speed and memory."""
 
 import resource
 import sys
@@ -12,13 +12,13 @@ from crius.units import GIB
 
 
 def machine_of(device: torch.device, ranks: int, local_ranks: int) -> Machine:
-    """Where this process is: its device, among ``ranks``, of which ``local_ranks`` are on this host."""
+    """Machine of this process: its device, the number of ``ranks``, and the number of ``local_ranks`` on this host."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_with_cores()
     return Machine(device=device.type, name=name, ranks=ranks, local_ranks=local_ranks, threads=torch.get_num_threads())
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Dense bf16 peak of ``device`` in TFLOP/s; None where it is not known, as on every CPU."""
+    """Dense bf16 peak of ``device`` in TFLOP/s; None if it is not known, as for all CPUs."""
     if device.type != "cuda":
         return None
     name = find_gpu(torch.cuda.get_device_name(device))
@@ -26,12 +26,12 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """The fields of ``StepMetrics`` about memory, by their names.
+    """The fields of ``StepMetrics`` about memory, by name.
 
-    Of a GPU the peaks since the last call, and counts since the process began; of a CPU the largest resident set.
+    For a GPU: peaks since the last call, and counts since the process began. For a CPU: the largest resident set.
     """
     if device.type != "cuda":
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: bytes there, KiB on Linux
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss: bytes on macOS, KiB on Linux
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
         return dict.fromkeys(("memory_gib", "max_active_gib", "max_reserved_gib"), resident)
     stats = torch.cuda.memory_stats(device)

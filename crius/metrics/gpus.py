@@ -1,4 +1,4 @@
-"""Known GPUs (``gpus.toml``): one table, from which a run has its MFU and the planner its hardware. No torch."""
+"""Known GPUs (``gpus.toml``): one table, used by a run for its MFU and by the planner for its hardware. No torch."""
 
 import re
 import tomllib
@@ -18,13 +18,13 @@ def _filled() -> dict[str, dict[str, Any]]:
 
 
 GPUS: Mapping[str, Mapping[str, Any]] = _filled()
-"""The fields of ``crius.tools.plan.hardware.Hardware`` of each entry, by its name. An entry without ``memory_bytes``
-has its peak alone: its links or its memory are not known."""
+"""Fields of ``crius.tools.plan.hardware.Hardware`` by the name of each entry. An entry without ``memory_bytes`` has
+only its peak: its links or its memory are not known."""
 ALIASES = {alias: name for name, table in _TABLES.items() for alias in table.get("aliases", ())}
 _DRIVEN = [(name, table) for name, table in _TABLES.items() if "driver" in table]
 
 
 def find_gpu(device: str) -> str | None:
-    """Name of the entry of a GPU that its driver calls ``device``; the longest match counts. None: it is not known."""
+    """Name of the entry of a GPU that its driver calls ``device``; the longest match counts. None: not known."""
     found = [(re.search(rf"\b(?:{table['driver']})\b", device), name) for name, table in _DRIVEN]
     return max(((len(match[0]), name) for match, name in found if match), default=(0, None), key=lambda one: one[0])[1]

@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes, over all its attempts: what was worth it, and what it cost to get there."""
+"""Use of the wall time of a run, over all its attempts: time that counted, and the rest."""
 
 import json
 import time
@@ -9,20 +9,21 @@ from pathlib import Path
 from crius.run_file import Mirror
 
 OF_STEPS = ("compute", "compile", "data", "save_blocked", "validation", "report", "profiler", "gc")
-"""Phases whose time is lost with the steps that come again after a failure."""
+"""Phases whose time is lost with steps that a failure makes the run repeat."""
 
 _RECORD_BYTES = 1024
 
 
 class TimeLedger:
-    """Seconds by phase. Phases do not overlap, so that they add up to the wall time, up to what no phase covers.
+    """Seconds by phase. Phases do not overlap, so that they add up to the wall time, except for time that no phase
+    covers.
 
-    ``initialise``: until the model is there; ``load``: the checkpoint; ``compile``: what torch.compile took of the
-    steps; ``data``: waiting for batches; ``compute``: the steps; ``save_blocked``: waiting for checkpoints; ``lost``:
-    steps that a failure took back; ``down``: from a failure until processes run again.
+    ``initialise``: until the model exists; ``load``: loading the checkpoint; ``compile``: time of torch.compile within
+    the steps; ``data``: waiting for batches; ``compute``: the steps; ``save_blocked``: waiting for checkpoints;
+    ``lost``: steps that a failure undid; ``down``: from a failure until processes run again.
 
     Args:
-        started: ``time.monotonic()`` at the start of the command; what lies before the first phase is ``initialise``.
+        started: ``time.monotonic()`` at the start of the command; time before the first phase counts as ``initialise``.
     """
 
     def __init__(self, started: float) -> None:
@@ -33,7 +34,7 @@ class TimeLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the context as ``name``."""
+        """Count the time in the context as ``name``."""
         begin = time.monotonic()
         try:
             yield
@@ -42,37 +43,37 @@ class TimeLedger:
             self._write()
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count some of the time of one phase as that of another."""
+        """Move time from one phase to another."""
         moved = min(seconds, self.seconds.get(source, 0.0))
         self._add(source, -moved)
         self._add(target, moved)
 
     def mirror_to(self, path: Path) -> None:
-        """Keep ``path`` equal to this ledger, for the attempt after one that is killed."""
+        """Keep ``path`` equal to this ledger, for the next attempt if this one is killed."""
         self._mirror = Mirror(path, _RECORD_BYTES)
         self._write()
 
     def take_over(self, path: Path, failed_at: float) -> None:
-        """Go on from the ledger of an attempt that failed.
+        """Continue from the ledger of a failed attempt.
 
         Args:
-            path: where it was mirrored to.
-            failed_at: when that attempt was over, in seconds of ``time.monotonic``.
+            path: file that the ledger was mirrored to.
+            failed_at: end of that attempt, in seconds of ``time.monotonic``.
         """
         now = time.monotonic()
         try:
             record = json.loads(path.read_bytes())
             self.seconds, last = dict(record["seconds"]), float(record["at"])
-        except (OSError, ValueError, KeyError, TypeError):  # it did not get so far
+        except (OSError, ValueError, KeyError, TypeError):  # that attempt had no ledger yet
             self.seconds, last = {}, self._started
         self._unseen = failed_at - last
         self._add("down", now - failed_at)
 
     def lose(self, kept: Mapping[str, float]) -> None:
-        """Count as lost what the failed attempt did after the checkpoint that the run goes on from.
+        """Count as lost the time that the failed attempt spent after the checkpoint that the run resumes from.
 
         Args:
-            kept: the ledger in that checkpoint; empty where it is of another command.
+            kept: ledger in that checkpoint; empty if it is of another command.
         """
         for name in OF_STEPS:
             if name in self.seconds:
@@ -85,11 +86,11 @@ class TimeLedger:
         return time.monotonic() - self._started
 
     def goodput(self) -> float:
-        """Share of the wall time in [0, 1] that went into steps which count."""
+        """Share of the wall time in [0, 1] that went into steps that count."""
         return self.seconds.get("compute", 0.0) / self.wall()
 
     def parts(self) -> dict[str, float]:
-        """Seconds by phase, with ``other`` for what no phase covers: together the wall time."""
+        """Seconds by phase, with ``other`` for time that no phase covers; they add up to the wall time."""
         return dict(self.seconds, other=self.wall() - sum(self.seconds.values()))
 
     def summary(self) -> str:

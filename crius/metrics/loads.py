@@ -1,4 +1,4 @@
-"""How evenly the tokens of a step fell on the experts, from the counts of all ranks, without a wait for the device."""
+"""Balance of the tokens of a step over the experts, from the counts of all ranks, without a wait for the device."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ IDLE_STEPS = 10
 
 
 class ExpertLoads:
-    """Figures of the loads of each step, over all layers with experts.
+    """Measures of the loads of each step, over all layers with experts.
 
     Args:
         model: has experts.
@@ -71,7 +71,7 @@ class ExpertLoads:
         }
 
     def taken(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """What of ``numbers``, which have arrived on the host, a record has; warns where experts die.
+        """The part of ``numbers``, which have arrived on the host, that a record has; warns if experts die.
 
         Raises:
             EffectError: experts saw another number of tokens than there were.
@@ -81,7 +81,7 @@ class ExpertLoads:
             raise EffectError(
                 f"the experts' counts differ from the tokens of a step times top_k by {lost:,.0f} in all.",
                 why="a token was lost, or counted twice, on its way to its experts",
-                fix="report it with run.toml; the run can go on from its checkpoint on another layout",
+                fix="report it with run.toml; the run can resume from its checkpoint on another layout",
             )
         idle = record.pop("idle", 0.0)
         if self._advice and idle and idle != self._set:

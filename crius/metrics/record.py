@@ -1,4 +1,4 @@
-"""The records of a run. Sinks get them whole; nothing here reduces over ranks."""
+"""The records of a run. Sinks get them complete; nothing here reduces over ranks."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,34 +8,37 @@ from typing import Any, Protocol
 class StepMetrics:
     """One reported optimizer step.
 
-    Rates are over the steps since the last report, without the time of validation and of anything but training.
+    Rates are averages over the steps since the last report. They leave out the time of validation and of other work
+    besides training.
 
     Attributes:
         step: number of the step, from 1.
         loss: mean over the valid tokens of the whole global batch, in nats.
         grad_norm: global L2 norm before clipping.
         lr: learning rate of the step.
-        tokens: tokens read so far, over all ranks, padding and all.
-        tokens_per_second: over all ranks.
-        tokens_per_second_per_rank: of one rank.
-        mfu: model FLOPs utilisation in [0, 1]; None on a device without a known peak.
-        tflops: model TFLOP/s of one rank, recompute not counted.
-        step_seconds: mean time of a step, waiting for data included.
-        data_seconds: mean time of a step spent waiting for data.
+        tokens: tokens read so far, over all ranks, with padding.
+        tokens_per_second: tokens per second over all ranks.
+        tokens_per_second_per_rank: tokens per second of one rank.
+        mfu: model FLOPs utilisation in [0, 1]; None on a device whose peak is not known.
+        tflops: model TFLOP/s of one rank, without recomputation.
+        step_seconds: mean time of a step, with its wait for data.
+        data_seconds: mean time per step spent waiting for data.
         memory_gib: peak memory of rank 0 since the last report (GPU: allocated; CPU: resident set).
-        max_active_gib: likewise, with blocks that wait for another stream (CPU: resident set).
-        max_reserved_gib: likewise, all that the allocator took from the driver (CPU: resident set).
-        num_alloc_retries: times so far that the allocator of rank 0 had to free what it kept and ask again.
-        num_ooms: times so far that there was no memory left even then.
+        max_active_gib: the same, with blocks that wait for another stream (CPU: resident set).
+        max_reserved_gib: the same, with all memory that the allocator took from the driver (CPU: resident set).
+        num_alloc_retries: times so far that the allocator of rank 0 had to free its cache and try again.
+        num_ooms: times so far that even then there was no memory.
         skipped_steps: steps so far whose update was left out.
-        rolled_back_steps: steps so far whose update was lost when the weights of a snapshot came back.
-        goodput: share in [0, 1] of the time since the command began that went into steps which count.
-        max_loss: largest of the means over the valid tokens of one rank; None unless TensorBoard or W&B is on.
-        load_max_over_mean: tokens of the expert with the most, over the mean of its layer's, in the worst layer. Like
-            the next three of models with experts only, and of steps whose update was applied.
-        load_entropy: of the share of tokens of each expert of a layer, 1 where it is even; in the worst layer.
+        rolled_back_steps: steps so far whose update was lost when a snapshot was restored.
+        goodput: share in [0, 1] of the time since the command began that went into steps that count.
+        max_loss: largest mean loss over the valid tokens of any rank; None unless TensorBoard or W&B is on.
+        load_max_over_mean: tokens of the expert with the most tokens, divided by the mean of its layer, in the worst
+            layer. This field and the next three are set only for models with experts, for steps whose update was
+            applied.
+        load_entropy: entropy of the experts' shares of the tokens of a layer, 1 if the load is even; in the worst
+            layer.
         dead_experts: experts, over all layers, that no token of the step chose.
-        aux_loss: the balance losses, in nats, which are not part of ``loss``.
+        aux_loss: balance losses, in nats; not part of ``loss``.
     """
 
     step: int
@@ -69,13 +72,13 @@ class ValidationMetrics:
     """One validation.
 
     Attributes:
-        step: the optimizer step after which it ran.
+        step: optimizer step after which it ran.
         val_loss: mean over the valid tokens, in nats.
         val_perplexity: ``exp(val_loss)``.
-        val_bits_per_byte: bits needed for a byte of the text; comparable between tokenizers.
+        val_bits_per_byte: bits per byte of the text; comparable between tokenizers.
         val_samples: sequences that were scored.
-        val_seconds: time it took.
-        val_set: name of the validation set; empty where there is one without a name.
+        val_seconds: time of the validation.
+        val_set: name of the validation set; empty for the only set if it has no name.
     """
 
     step: int
@@ -131,20 +134,20 @@ def scalars_of(record: Record, total_gib: float | None) -> dict[str, float]:
 
 
 class Sink(Protocol):
-    """Takes every record of a run, on rank 0."""
+    """Receives every record of a run, on rank 0."""
 
     def write(self, record: Record) -> None:
-        """Take one record."""
+        """Receive one record."""
 
     def close(self) -> None:
-        """Flush and release what is open."""
+        """Flush and close everything that is open."""
 
 
 class PlanSink(Sink, Protocol):
-    """A sink that holds the records of a run against its plan."""
+    """A sink that compares the records of a run with its plan."""
 
     def line(self) -> str:
-        """How the plan did, for the log; empty where there is nothing to say."""
+        """Accuracy of the plan, for the log; empty if there is nothing to report."""
 
     def as_dict(self) -> dict[str, Any] | None:
-        """The same for ``summary.json``."""
+        """Accuracy of the plan, for ``summary.json``."""

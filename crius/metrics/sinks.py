@@ -140,8 +140,8 @@ class JsonlSink:
 
     Args:
         run_dir: folder of the run.
-        resumed_step: the file goes on after this step; records of later ones, which come again, and lines that cannot
-            be read are moved to ``metrics.lost.jsonl``. 0: a new run.
+        resumed_step: step after which the file continues. Records of later steps, which the run repeats, and lines that
+            cannot be read are moved to ``metrics.lost.jsonl``. 0: a new run.
     """
 
     def __init__(self, run_dir: Path, resumed_step: int = 0) -> None:
@@ -150,13 +150,13 @@ class JsonlSink:
             try:
                 _go_back(path, resumed_step)
             except OSError as error:
-                log.warning("%s keeps steps that come again: it cannot be written (%s)", path, error.strerror)
+                log.warning("%s keeps records of repeated steps: it cannot be written (%s)", path, error.strerror)
         elif path.exists():
             number = 1
             while (kept := run_dir / f"metrics.{number}.jsonl").exists():
                 number += 1
             path.rename(kept)
-        self._file = RunFile(path, log.warning, "its records are lost, and the run goes on")
+        self._file = RunFile(path, log.warning, "its records are lost, and the run continues")
 
     def write(self, record: Record) -> None:
         """Write one line."""
@@ -173,16 +173,16 @@ class JsonlSink:
 
 
 def _go_back(path: Path, step: int) -> None:
-    """Leave the records up to ``step`` in a file; later ones are moved away, and so is what cannot be read.
+    """Keep the records up to ``step`` in a file; move away later records and lines that cannot be read.
 
-    The end of a last line that a crash cut off is normal; a damaged one that was whole is reported.
+    A last line that a crash cut off is normal; a damaged complete line is reported.
     """
     kept: list[bytes] = []
     lost: list[bytes] = []
     damaged = mended = 0
     with path.open("rb") as lines:
         for line in lines:
-            whole = line.rstrip() + b"\n"  # also where its end is another character than that of a line
+            whole = line.rstrip() + b"\n"  # even if it ends with another character than a line's end
             at = _step_of(whole)
             (kept if at is not None and at <= step else lost).append(whole)
             mended += whole != line
@@ -202,7 +202,7 @@ def _go_back(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a record; None where the line is not a whole one."""
+    """The step of a record; None if the line is incomplete."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -211,13 +211,14 @@ def _step_of(line: bytes) -> int | None:
 
 
 class ForeignSink:
-    """A sink of an installed package, which must not end a run: one that fails is warned of and let go.
+    """A sink of an installed package. It must not end a run: if it fails, a warning is logged and it gets no more
+    records.
 
     The entry point of the group ``crius.sinks`` is called with the folder of the run and the step that it resumes from,
-    and gives a ``Sink``.
+    and returns a ``Sink``.
 
     Args:
-        name: of the entry point.
+        name: name of the entry point.
         run_dir: folder of the run.
         resumed_step: see ``build_sinks``.
     """
@@ -245,7 +246,7 @@ class ForeignSink:
     def _let_go_where_it_fails(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # of code that is not ours
+        except (Exception, SystemExit) as error:  # of code outside Crius
             failed, self._sink = self._sink, None
             with contextlib.suppress(Exception, SystemExit):
                 if failed is not None:

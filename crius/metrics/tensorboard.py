@@ -1,4 +1,4 @@
-"""TensorBoard, with torchtitan's tag names, so that curves of both lie in one plot."""
+"""TensorBoard, with torchtitan's tag names, so that curves of both appear in one plot."""
 
 import contextlib
 import logging
@@ -17,13 +17,13 @@ class TensorBoardSink:
 
     Args:
         run_dir: folder of the run.
-        total_memory_gib: memory of the device, None where it is not known.
-        resumed_step: steps that the run has done before; records of later ones come again. 0: a new run.
+        total_memory_gib: memory of the device; None if it is not known.
+        resumed_step: steps that the run did before; later steps are repeated. 0: a new run.
     """
 
     def __init__(self, run_dir: Path, total_memory_gib: float | None, resumed_step: int = 0) -> None:
         self._total = total_memory_gib
-        purge = resumed_step + 1 if resumed_step else None  # records of steps that come again are taken away
+        purge = resumed_step + 1 if resumed_step else None  # removes records of repeated steps
         self._writer: SummaryWriter | None = None
         with self._warned():
             self._writer = SummaryWriter(str(run_dir / "tb"), purge_step=purge)
@@ -43,7 +43,7 @@ class TensorBoardSink:
 
     @contextlib.contextmanager
     def _warned(self) -> Iterator[None]:
-        """A disk that fails ends the curves and not the run: the writer's thread does not survive it."""
+        """A failing disk ends the curves but not the run; the writer's thread does not survive it."""
         try:
             yield
         except OSError as error:

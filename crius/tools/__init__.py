@@ -1,1 +1,1 @@
-"""Tools around the trainer; each room on its own, and none that the trainer imports."""
+"""Tools around the trainer. Each room stands alone, and the trainer imports none of them."""

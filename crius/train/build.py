@@ -1,4 +1,4 @@
-"""The model as a rank holds it, and what runs it."""
+"""The model on one rank, and the runner that trains it."""
 
 import logging
 import time
@@ -50,14 +50,14 @@ log = logging.getLogger("crius.train")
 
 @dataclass(frozen=True)
 class Job:
-    """A run as one of its ranks has it, from which the rank's part of it is built.
+    """A run as seen by one of its ranks, from which the rank's part of the model is built.
 
     Attributes:
         config: the run; its rules have been checked.
-        facts: of its model.
+        facts: description of its model.
         mesh: the ranks, by axes.
-        ranks: all of them.
-        is_loaded: its weights will come from a checkpoint, and are not drawn.
+        ranks: all ranks.
+        is_loaded: whether the weights come from a checkpoint instead of being drawn.
     """
 
     config: RunConfig
@@ -68,22 +68,22 @@ class Job:
 
     @cached_property
     def sizes(self) -> BatchSizes:
-        """Of the batch."""
+        """Sizes of the batch."""
         return run_batch_sizes(self.config, self.mesh.layout.batch)
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """Where the run is computed."""
+        """Device type of the run."""
         return "cuda" if self.ranks.device.type == "cuda" else "cpu"
 
     @property
     def num_tokens(self) -> int:
-        """Of a sequence, on one rank of its context-parallel group."""
+        """Tokens of a sequence on one rank of its context-parallel group."""
         return self.config.training.seq_len // self.mesh.layout.cp
 
     @property
     def copied(self) -> list[str]:
-        """The trained weights of which two stages of a pipeline have a copy each."""
+        """The trained weights that two stages of a pipeline each have a copy of."""
         is_trained = self.mesh.layout.pp > 1 and self.facts.adapted is None
         return list(self.facts.config.ties.values()) if is_trained else []
 
@@ -93,9 +93,9 @@ class LowPrecision:
     """Which linear layers run in low precision, and how.
 
     Attributes:
-        dense: the section.
-        choices: of all linear layers of the whole model.
-        emulated: why matmuls are emulated; empty where the device does them.
+        dense: the section of the settings.
+        choices: choices for all linear layers of the whole model.
+        emulated: reason why matmuls are emulated; empty if the device has such matmuls.
     """
 
     dense: DenseQuantizeConfig
@@ -103,7 +103,7 @@ class LowPrecision:
     emulated: str
 
     def convert(self, part: nn.Module, shard_degree: int) -> Converted:
-        """Swap the chosen layers of a part of the model, whose weights FSDP will split over ``shard_degree`` ranks."""
+        """Convert the chosen layers of a part of the model; FSDP will split its weights over ``shard_degree`` ranks."""
         emulate = bool(self.emulated)
         return convert(part, self.choices, self.dense, emulate=emulate, shard_degree=shard_degree)
 
@@ -116,29 +116,29 @@ class LowPrecision:
 
     @property
     def advice(self) -> str:
-        """What to do where the filter of small layers leaves nothing to convert; empty where something is."""
+        """Advice if the filter of small layers leaves nothing to convert; empty if some layer is converted."""
         is_filtered = any(choice.reason == TOO_SMALL for choice in self.choices)
         is_empty = not any(choice.is_converted for choice in self.choices)
         return "--quantize.dense.auto_filter off converts small layers too" if is_filtered and is_empty else ""
 
     def lines(self) -> list[str]:
-        """What becomes of each linear layer, as a table; the counts are the effect's to tell."""
+        """The precision of each linear layer, as a table. The counts are logged by the effect."""
         *rows, total = table(self.choices)
         rows.append(total.removeprefix(f"{summary(self.choices)}; "))
         if self.dense.pad_inner_dim and all(choice.padded == choice.local for choice in self.choices):
-            rows.append("pad_inner_dim: no layer has to be padded; tokens are, where they are no whole blocks")
+            rows.append("pad_inner_dim: no layer needs padding; tokens that do not fill whole blocks are padded")
         return [f"{kind(self.dense)}: {line}" for line in rows]
 
 
 def keep_scales(job: Job, parts: Sequence[nn.Module]) -> None:
-    """Call after each update: scales of weights that are gathered in float8, where they are to be computed at once."""
+    """Call after each update: computes the scales of weights that are gathered in float8, if that is asked for."""
     float8 = job.config.quantize.dense.float8
     if float8.enable and float8.precompute_scale:
         precompute_scales(parts, job.mesh.fsdp.get_group("fsdp"))
 
 
 def low_precision(config: RunConfig, facts: ModelDescription, device_type: str) -> LowPrecision | None:
-    """Of a run on this process's device; None where no low precision is on."""
+    """Low precision of a run on this process's device; None if no low precision is on."""
     dense = config.quantize.dense
     if not is_enabled(dense):
         return None
@@ -148,25 +148,27 @@ def low_precision(config: RunConfig, facts: ModelDescription, device_type: str) 
 
 
 def planned(config: RunConfig, facts: ModelDescription, *, accelerated: bool, emulated: str) -> LowPrecision:
-    """Of a run whose device is known.
+    """Low precision of a run whose device is known.
 
     Args:
-        config: the run, with some low precision on.
+        config: the run, with a low precision on.
         facts: sizes of the model.
         accelerated: whether the device has such matmuls.
-        emulated: why they are emulated; empty where they are not.
+        emulated: reason why they are emulated; empty if they are not.
     """
     choices = linear_choices(config, facts, facts.plan, accelerated=accelerated)
     return LowPrecision(config.quantize.dense, choices, emulated)
 
 
 def describe_loss(chunks: LossChunks, num_tokens: int, vocabulary: int, itemsize: int) -> str:
-    """What to log of a microbatch of ``num_tokens`` with logits of ``itemsize`` bytes over a ``vocabulary``."""
+    """Log line about the loss of a microbatch of ``num_tokens``, with logits of ``itemsize`` bytes over a
+    ``vocabulary``.
+    """
     name, logits = "linear_cross_entropy", num_tokens * vocabulary
     if chunks.tokens is None:
-        return f"{name}: off ({chunks.reason}): {_mib(logits * itemsize)} of logits a microbatch"
+        return f"{name}: off ({chunks.reason}): {_mib(logits * itemsize)} of logits per microbatch"
     tokens = min(num_tokens, chunks.tokens)
-    eager = logits * 3 * 4  # in its backward: log-softmax, the gradient of that, the gradient of the logits
+    eager = logits * 3 * 4  # backward: log-softmax, its gradient, the gradient of the logits
     here = tokens * vocabulary * itemsize + min(tokens, chunks.block_tokens) * vocabulary * 4
     return (
         f"{name}: chunked ({chunks.reason}): at most {tokens:,} of {num_tokens:,} tokens at a time, "
@@ -175,7 +177,7 @@ def describe_loss(chunks: LossChunks, num_tokens: int, vocabulary: int, itemsize
 
 
 def set_up_loss(part: nn.Module, chunks: LossChunks, config: RunConfig) -> None:
-    """Have a part of the model compute its loss in ``chunks``; where asked for, compiled."""
+    """Make a part of the model compute its loss in ``chunks``, compiled if asked for."""
     loss = loss_of(part)
     loss.chunks = None if chunks.tokens is None else Chunks(chunks.tokens, chunks.block_tokens)
     if config.compile.enable and config.compile.loss:
@@ -184,7 +186,7 @@ def set_up_loss(part: nn.Module, chunks: LossChunks, config: RunConfig) -> None:
 
 
 def set_up_balance(part: nn.Module, config: RunConfig, sequences: int) -> None:
-    """Have the experts of a part of the model balanced as ``[moe]`` says, over global batches of ``sequences``."""
+    """Make the experts of a part of the model balance as ``[moe]`` says, over global batches of ``sequences``."""
     moe = config.moe
     for module in part.modules():
         if isinstance(module, MixtureOfExperts):
@@ -199,16 +201,16 @@ def _mib(size: int) -> str:
 
 @dataclass(frozen=True)
 class Built:
-    """The model as this rank holds it.
+    """The model on this rank.
 
     Attributes:
-        parts: its stages, one without pipeline parallelism, laid out on the mesh.
-        stages: their places in the pipeline, ascending.
-        modules: of every stage of the pipeline, in order.
-        names: the trained parameters of the whole model, in order.
-        applied: what the passes did to each part.
-        precision: which linear layers of the model run in low precision; None where none is to.
-        converted: what became of those of each part.
+        parts: its stages, laid out on the mesh; one without pipeline parallelism.
+        stages: indices of these stages in the pipeline, ascending.
+        modules: modules of every stage of the pipeline, in order.
+        names: trained parameters of the whole model, in order.
+        applied: report of the passes, per part.
+        precision: linear layers of the model in low precision; None if low precision is off.
+        converted: report of their conversion, per part.
     """
 
     parts: list[nn.Module]
@@ -235,7 +237,7 @@ def build_parts(job: Job) -> Built:
 
 
 def on_meta(config: RunConfig, facts: ModelDescription) -> nn.Module:
-    """The whole model, with shapes and no numbers. What is frozen is kept as it is multiplied."""
+    """The whole model, with shapes and without numbers. Frozen weights have the dtype that they are multiplied in."""
     training = config.training
     dtype = getattr(torch, training.mixed_precision_param if config.lora.is_on else training.dtype)
     with torch.device("meta"):
@@ -248,7 +250,7 @@ def on_meta(config: RunConfig, facts: ModelDescription) -> nn.Module:
 def build_part(
     job: Job, modules: Sequence[str], precision: LowPrecision | None
 ) -> tuple[nn.Module, Applied, Converted]:
-    """The stage that has only ``modules``, in ``precision``, laid out on the mesh, still on the meta device."""
+    """The stage with only ``modules``, in ``precision``, laid out on the mesh, still on the meta device."""
     part = on_meta(job.config, job.facts)
     prune(part, modules)
     converted = precision.convert(part, job.mesh.fsdp.size(-1)) if precision else Converted(0)
@@ -260,14 +262,14 @@ def build_part(
 
 
 def run_loss(job: Job, precision: LowPrecision | None) -> LossChunks:
-    """How the run cuts its loss, the same on every rank."""
+    """Chunks that the run computes its loss in, the same on every rank."""
     in_low_precision = precision is not None and converts_output(precision.choices, job.facts.plan)
     tp, vocab_size = job.mesh.layout.tp, job.facts.vocab_size
     return loss_chunks(job.config, vocab_size, job.device_type, num_ranks=tp, in_low_precision=in_low_precision)
 
 
 def build_model(job: Job) -> Built:
-    """This rank's stages of the model, their shards drawn from ``debug.seed``, or NaN where they will be loaded."""
+    """This rank's stages of the model. Their shards are drawn from ``debug.seed``, or NaN if they will be loaded."""
     built = build_parts(job)
     begin, rules = time.monotonic(), init_rules(job.facts)
     for part in built.parts:
@@ -276,28 +278,29 @@ def build_model(job: Job) -> Built:
             for name, linear in quantized_linears(part):
                 shape, weight = (linear.out_features, linear.in_features), f"{name}.weight"
                 fill(name, linear, draw_weight(weight, shape, rules, job.config.debug.seed))
-    how = "not drawn, for a checkpoint will be loaded" if job.is_loaded else f"drawn from seed {job.config.debug.seed}"
+    how = "not drawn, as a checkpoint will be loaded" if job.is_loaded else f"drawn from seed {job.config.debug.seed}"
     log.info("init: weights %s, %.1f s", how, time.monotonic() - begin)
     return built
 
 
 def run_optimizer(job: Job) -> OptimizerConfig:
-    """``[optimizer]``; under ``training.reproducible`` with kernels that round a number alike wherever it is.
+    """``[optimizer]``; under ``training.reproducible`` with kernels that round a number the same at any place in a
+    tensor.
 
-    On a CPU torch's fused AdamW rounds the last numbers of a tensor, those that do not fill a vector, in another way,
-    and which ones they are depends on how a weight is split. On a GPU each number goes through the same function
+    On a CPU torch's fused AdamW rounds the last numbers of a tensor, which do not fill a vector, in a different way.
+    The split of a weight decides which numbers these are. On a GPU each number goes through the same function
     (``adam_math`` of fused_adam_utils.cuh), whether it was loaded in a vector or by itself.
     """
     training, optimizer = job.config.training, job.config.optimizer
     is_on_host = job.device_type == "cpu" or training.enable_cpu_offload
     if not (training.reproducible and is_on_host) or optimizer.implementation != "fused":
         return optimizer
-    log.info("reproducible: adamw foreach instead of fused, whose last bits depend on how weights are split")
+    log.info("reproducible: adamw foreach instead of fused, whose last bits depend on the split of the weights")
     return replace(optimizer, implementation="foreach")
 
 
 def build_gradients(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) -> Gradients:
-    """The gradients of ``parameters``, those of this rank by their names, with how they are summed over the ranks."""
+    """The gradients of ``parameters`` (this rank's, by name), with the way they are summed over the ranks."""
     trained, ranks = [parameter for _, parameter in parameters], job.ranks
     if job.config.training.reproducible:
         return ReproducibleGradients(trained, job.mesh, ranks)
@@ -306,7 +309,7 @@ def build_gradients(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) ->
 
 
 def build_runner(job: Job, built: Built) -> Runner:
-    """What runs the parts over a batch: an accumulation loop, or a pipeline."""
+    """The runner of the parts over a batch: an accumulation loop, or a pipeline."""
     mesh, sizes, parallelism, training = job.mesh, job.sizes, job.config.parallelism, job.config.training
     itemsize = getattr(torch, training.mixed_precision_param).itemsize
     vocabulary = -(-job.facts.vocab_size // mesh.layout.tp)
@@ -315,8 +318,9 @@ def build_runner(job: Job, built: Built) -> Runner:
     if mesh.pp is None:
         sync = GradientSync(built.parts[0], parallelism, training, mesh)
         if training.reproducible:
-            shards = f"{training.virtual_shards} virtual shards of {sizes.local} sequences, {sizes.accumulation} a rank"
-            log.info("reproducible: %s, summed as a tree: %s", shards, sync.describe(mesh.layout, sizes.accumulation))
+            shards = f"{training.virtual_shards} virtual shards of {sizes.local} sequences"
+            how = f"{sizes.accumulation} per rank, summed as a tree: {sync.describe(mesh.layout, sizes.accumulation)}"
+            log.info("reproducible: %s, %s", shards, how)
         elif sizes.accumulation > 1:
             log.info("gradient_sync %s: %s", training.gradient_sync, sync.describe(mesh.layout, sizes.accumulation))
         return Accumulation(built.parts[0], sync, sizes.local)
@@ -329,8 +333,8 @@ def build_runner(job: Job, built: Built) -> Runner:
     for line in stage_table(modules, built.modules, placement(parallelism), timeline):
         log.info("pipeline: %s", line)
     for name in job.copied:
-        log.info("pipeline: %s is tied: the first and the last stage have a copy each, and sum its gradients", name)
-    log.info("gradient_sync deferred: the schedule synchronises once a step, after the last microbatch")
+        log.info("pipeline: %s is tied: the first and the last stage each have a copy and sum its gradients", name)
+    log.info("gradient_sync deferred: the schedule synchronises once per step, after the last microbatch")
     dtype = getattr(torch, training.mixed_precision_param)
     where = (mesh.pp, job.ranks.device, job.facts.dim, dtype)
     pipeline = Pipeline(built.parts, built.stages, parallelism, sizes.accumulation, *where)

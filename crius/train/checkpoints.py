@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is saved, what goes into it, and what a run that goes on takes from it."""
+"""The checkpoints of a run: when they are saved, their contents, and what a resumed run loads from them."""
 
 import contextlib
 import logging
@@ -41,14 +41,14 @@ log = logging.getLogger("crius.checkpoint")
 
 @dataclass(frozen=True)
 class Parts:
-    """What of a run is saved.
+    """Parts of a run that are saved.
 
     Attributes:
-        state: of the training.
+        state: state of the training.
         guard: has the stability monitor.
         loader: has the data cursor.
-        dataset: says what a sample id stands for.
-        ledger: of this command.
+        dataset: fingerprint of the data, which gives sample ids their meaning.
+        ledger: time ledger of this command.
     """
 
     state: TrainState
@@ -71,12 +71,12 @@ class Checkpoints:
     Args:
         job: the run.
         run_dir: its folder.
-        placement: of this process.
+        placement: place of this process among the ranks.
 
     Attributes:
-        folder: where they lie.
-        found: the checkpoint that ``find`` found to resume from; None where there is none.
-        before_write: called before each write, with the number of the save of this process, from 1.
+        folder: folder of the checkpoints.
+        found: checkpoint that ``find`` chose to resume from; None if there is none.
+        before_write: called before each write with the number of the save in this process, from 1.
     """
 
     _parts: Parts
@@ -105,12 +105,12 @@ class Checkpoints:
         self._last_time = time.monotonic()
 
     def find(self) -> None:
-        """Look for the newest good checkpoint, or one in ``checkpoint.load_path``: ``found``, the same on all ranks.
+        """Find the newest good checkpoint, of the run or of ``checkpoint.load_path``: ``found``, the same on all ranks.
 
-        It needs no model, so that weights are not drawn where they will be loaded.
+        This needs no model, so weights that will be loaded need not be drawn first.
 
         Raises:
-            CheckpointError: there are checkpoints and none can be used.
+            CheckpointError: there are checkpoints, but none can be used.
         """
         config = self._config.checkpoint
         with status.during("load"):
@@ -125,22 +125,22 @@ class Checkpoints:
                     raise CheckpointError(
                         f"there is no checkpoint in {config.load_path}.",
                         where="--checkpoint.load_path",
-                        fix="name a folder that has step-N folders, such as runs/NAME/checkpoints",
+                        fix="give a folder with step-N folders, such as runs/NAME/checkpoints",
                     )
                 check_steps_left(self.found.manifest.step, self._config)
 
     def resume(self, parts: Parts) -> dict[str, float]:
-        """Go on from the checkpoint that ``find`` found, or start.
+        """Continue from the checkpoint that ``find`` chose, or start from the beginning.
 
         Args:
-            parts: what is loaded, and saved from now on.
+            parts: parts of the run to load, and to save from now on.
 
         Returns:
-            The seconds of the time ledger in the checkpoint; empty where there is none, or it is of another command.
+            Seconds of the time ledger in the checkpoint; empty without a checkpoint, or if another command saved it.
 
         Raises:
-            CheckpointError: it does not have the tensors of the run, or cannot be read.
-            ConfigError: the run has other settings or other data than it can go on with.
+            CheckpointError: the checkpoint lacks tensors of the run, or cannot be read.
+            ConfigError: settings or data of the run differ in a way that it cannot resume with.
         """
         self._parts, found = parts, self.found
         parts.guard.before_change = self.saver.before_change
@@ -154,7 +154,7 @@ class Checkpoints:
         self._load(found)
         self._set_aside_later(found)
         if self._ranks.rank == 0 and found.folder is self.folder:
-            self.saver.prune()  # a kill between a commit and what follows it leaves more than are to be kept
+            self.saver.prune()  # a kill right after a commit leaves more checkpoints than keep_last
         step = self._parts.state.step
         if self._ranks.rank == 0:
             where, seconds = found.folder.disk.where, time.monotonic() - begin
@@ -169,7 +169,7 @@ class Checkpoints:
         return dict(ledger["seconds"]) if is_ours else {}
 
     def poll(self) -> tuple[bool, bool]:
-        """Whether time asks for a checkpoint, by rank 0's clock, and whether too many saves failed; costs nothing."""
+        """Whether a checkpoint is due by rank 0's clock, and whether too many saves failed. Takes no time."""
         self.saver.poll()
         config = self._config.checkpoint
         minutes, passed = config.interval_minutes, time.monotonic() - self._last_time
@@ -177,7 +177,7 @@ class Checkpoints:
         return is_due, self.saver.failures >= config.max_failures
 
     def save(self, *, wait: bool = False) -> None:
-        """Save what is there now, unless that is saved already."""
+        """Save the present state, unless it is already saved."""
         state = self._parts.state
         if state.step == self._last_saved:
             self.saver.wait()
@@ -191,10 +191,10 @@ class Checkpoints:
         self._last_time = time.monotonic()
 
     def finish(self) -> None:
-        """Wait for the save that is under way.
+        """Wait for the save in progress.
 
         Raises:
-            CheckpointError: the last one failed.
+            CheckpointError: the last save failed.
         """
         status.update(phase="save")
         self.saver.wait()
@@ -202,7 +202,7 @@ class Checkpoints:
             self.give_up()
 
     def give_up(self) -> None:
-        """End the run for its saves.
+        """End the run because its saves failed.
 
         Raises:
             CheckpointError: always.
@@ -212,13 +212,13 @@ class Checkpoints:
         raise CheckpointError(
             f"the last {count} saves failed: {reason}." if count > 1 else f"the last save failed: {reason}.",
             where=self.folder.disk.where,
-            why=f"the newest good checkpoint is that of step {newest[0]}" if newest else "there is no good checkpoint",
-            fix=f"make room or mend the disk, and start the same command with --job.run_dir {self._run_dir}",
+            why=f"the newest good checkpoint is of step {newest[0]}" if newest else "there is no good checkpoint",
+            fix=f"make room or repair the disk, and start the same command with --job.run_dir {self._run_dir}",
         )
 
     def _beat(self) -> None:
         self.before_write(self._saves)
-        if status.phase in ("save", "load"):  # a save in a thread is no sign of life of the training
+        if status.phase in ("save", "load"):  # a save in a thread does not show that the training is alive
             status.update()
 
     def _wait(self, rank: int, has_moved: bool) -> None:
@@ -226,21 +226,21 @@ class Checkpoints:
             status.update(waits_for=rank)
 
     def _own_step(self) -> int:
-        """``checkpoint.load_step`` where it is one of this run's own, that the run has not gone back to before.
+        """``checkpoint.load_step`` if it is a step of this run that the run has not returned to before; else -1.
 
-        The same command goes on from what it saved since: after a failure, or when it was asked to stop. With settings
-        that change the curve it goes back once more.
+        The same command continues from later checkpoints, after a failure or a stop. A command with settings that
+        change the curve returns to the step once more.
         """
         config = self._config.checkpoint
         if config.load_path:
-            return -1  # it is one of those
+            return -1  # the present settings were used after that return
         later = [step for step in self.folder.steps() if step > config.load_step >= 0]
         for step in later[-1:]:
             with contextlib.suppress(CheckpointError):
                 saved = read_manifest(self.folder.disk, step_name(step)).config
                 is_same = all(change.kind == "free" for change in changes(saved, shown(self._config)))
                 if is_same and saved.get("checkpoint.load_step") == config.load_step:
-                    log.info("resume: the run went back to step %d already, and goes on", config.load_step)
+                    log.info("resume: the run returned to step %d before, and continues from there", config.load_step)
                     return -1
         return config.load_step
 
@@ -269,7 +269,7 @@ class Checkpoints:
         )
 
     def _state(self) -> dict[str, Any]:
-        """What is no tensor. A collective: each rank knows the cursors of its own shards of a stream."""
+        """Values that are not tensors. A collective: each rank knows the cursors of its own shards of a stream."""
         state = self._parts.state
         data = dict(self._parts.loader.state_dict())
         cursors = self._ranks.gather_json(data["cursors"])
@@ -304,7 +304,7 @@ class Checkpoints:
         wanted = {name: target for name, target in targets.items() if name in manifest.tensors} | rng
         load_tensors(found.sources(wanted), wanted)
         finish()
-        optimizer_state.fill_copies(self._parts.state.optimizer, names)  # of a tied weight, on two stages of a rank
+        optimizer_state.fill_copies(self._parts.state.optimizer, names)  # of a tied weight on two stages of one rank
         self._restore_state(found, is_import)
         if rng and manifest.num_ranks == self._ranks.size:
             restore_streams({name.removeprefix(own): stream for name, stream in rng.items()}, self._ranks.device)
@@ -312,7 +312,9 @@ class Checkpoints:
             seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank, self._parts.state.step)
             if self._ranks.rank == 0:
                 log.info(
-                    "resume: %d ranks, saved on %d: random streams start anew", self._ranks.size, manifest.num_ranks
+                    "resume: %d ranks, saved on %d: random streams restart from the seed",
+                    self._ranks.size,
+                    manifest.num_ranks,
                 )
 
     def _compare_settings(self, found: Found, is_import: bool) -> None:
@@ -329,10 +331,10 @@ class Checkpoints:
                 log.log(level, "resume: changed since the checkpoint: %s", change)
         if found.manifest.dataset != self._parts.dataset and "data" not in allowed:
             raise ConfigError(
-                "the data is not that of the checkpoint.",
+                "the data differs from the checkpoint's.",
                 where=where,
-                why=f"it was {found.manifest.dataset}, now {self._parts.dataset}",
-                fix="give the data, tokenizer and seed of then, or --checkpoint.allow_changes data",
+                why=f"the checkpoint's data is {found.manifest.dataset}, now it is {self._parts.dataset}",
+                fix="use the data, tokenizer and seed of the checkpoint, or --checkpoint.allow_changes data",
             )
 
     def _check_tensors(self, manifest: Manifest, targets: dict[str, Tensor], is_import: bool) -> list[str]:
@@ -352,13 +354,13 @@ class Checkpoints:
         extra = manifest.tensors.keys() - everyones.keys()
         left = sorted(n for n in extra if n.startswith("optim.") and optimizer_state.SCALE + "." not in n)
         if left:
-            log.warning("resume: %d tensors of optimizer state are not taken over, such as %s", len(left), left[0])
+            log.warning("resume: %d tensors of optimizer state are not used, such as %s", len(left), left[0])
         if manifest.step or is_import:
             weights = {name.removeprefix("model.") for name in everyones if name.startswith("model.")}
             weights -= {name for _, of_rank in told for name in of_rank}
             anew = sorted(name for name in weights if f"optim.{name}.step" not in everyones)
             if anew:
-                log.warning("resume: the optimizer starts anew for %d parameters, such as %s", len(anew), anew[0])
+                log.warning("resume: optimizer state of %d parameters starts from zero, such as %s", len(anew), anew[0])
         return lines
 
     def _restore_state(self, found: Found, is_import: bool) -> None:
@@ -371,7 +373,7 @@ class Checkpoints:
         missing = [name for name in ("data", "stability") if name not in state]
         if missing and self._ranks.rank == 0:
             lacks, step, sample = ", ".join(missing), parts.state.step, parts.loader.state_dict()["next_sample"]
-            log.warning("resume: the checkpoint has no %s: step %d, data from sample %d on", lacks, step, sample)
+            log.warning("resume: the checkpoint has no %s: step %d, data from sample %d", lacks, step, sample)
         if "stability" in state:
             parts.guard.load(state["stability"])
         saved, now = state.get("run", {}).get("threads"), torch.get_num_threads()
@@ -379,9 +381,9 @@ class Checkpoints:
             log.warning("resume: %d threads, saved with %d: sums on a CPU differ in their last bits", now, saved)
 
     def _set_aside_later(self, found: Found) -> None:
-        """Keep what lies after the step to go on from, under another name: those steps come again."""
+        """Move checkpoints after the step to resume from to another name, because the run repeats those steps."""
         if self._ranks.rank or found.folder is not self.folder:
             return
         for step in (step for step in self.folder.steps() if step > found.manifest.step):
             self.folder.disk.set_aside(step_name(step))
-            log.warning("checkpoint: step %d, later than the one that the run goes on from, was set aside", step)
+            log.warning("checkpoint: step %d, after the step that the run resumes from, was set aside", step)

@@ -1,4 +1,5 @@
-"""What each optimisation that was asked for really did: a line a piece, and ``--strict`` for those that did nothing."""
+"""Effect of each optimisation that was asked for: one log line each. ``--strict`` ends a run that has one without
+effect."""
 
 import logging
 from collections import Counter
@@ -26,15 +27,15 @@ log = logging.getLogger("crius.train")
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """One optimisation that is on, and how often it took hold.
+    """One optimisation that is on, and how often it had an effect.
 
     Attributes:
         name: as in the log, such as ``async_tp``.
-        flag: what turned it on, as typed, such as ``--compile.enable``.
-        count: how often it took hold.
-        total: how often it could have; None where there is no such number. At 0 there was nothing to do here.
-        what: what is counted, and what else there is to say, such as ``blocks, 1 graph``.
-        reason: why it is so few, or how it was chosen; may be empty.
+        flag: flag that turned it on, such as ``--compile.enable``.
+        count: how often it had an effect.
+        total: how often it could have had one; None if that is unknown. 0: there was nothing to do on this rank.
+        what: things that are counted and further facts, such as ``blocks, 1 graph``.
+        reason: why the count is low, or how the optimisation was chosen; may be empty.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Effect:
 
     @property
     def is_inactive(self) -> bool:
-        """Whether it was asked for and did nothing."""
+        """Whether it was asked for and had no effect."""
         return self.count == 0 and self.total != 0
 
     def __str__(self) -> str:
@@ -55,18 +56,18 @@ class Effect:
 
 
 def check(effects: Sequence[Effect], strict: bool, *, rank: int = 0) -> None:
-    """Log a line for each effect, a warning where there is none.
+    """Log a line for each effect, and a warning for each optimisation without effect.
 
-    Call it twice: with what is known once the model is built, before any step is paid for, and with what only the first
+    Call it twice: once the model is built, before any step takes time, and after the first step for effects that only a
     step shows.
 
     Args:
         effects: the optimisations that are on.
-        strict: those without effect end the run.
-        rank: 0 speaks.
+        strict: whether an optimisation without effect ends the run.
+        rank: only rank 0 logs.
 
     Raises:
-        EffectError: ``strict``, and an effect is zero; it names all of them.
+        EffectError: ``strict``, and some optimisations have no effect; the message names all of them.
     """
     inactive = [effect for effect in effects if effect.is_inactive]
     for effect in effects if rank == 0 else ():
@@ -79,22 +80,22 @@ def check(effects: Sequence[Effect], strict: bool, *, rank: int = 0) -> None:
     names = ", ".join(effect.name for effect in inactive)
     flags = ", ".join(effect.flag for effect in inactive)
     raise EffectError(
-        f"asked for, but without effect: {names}.",
+        f"asked for but without effect: {names}.",
         where="--strict",
         why="; ".join(str(effect) for effect in inactive),
-        fix=f"leave out {flags}; or leave out --strict, and the run goes on without",
+        fix=f"leave out {flags}; or leave out --strict, and the run continues without",
     )
 
 
 def over_stages(effects: Sequence[Effect], ranks: World, pipeline_ranks: int) -> list[Effect]:
-    """The effects of the whole model, the same on every rank, from those of each rank's part of it.
+    """The effects of the whole model, the same on every rank, from the effects of each rank's part.
 
-    All ranks must bring the same effects in the same order: which ones are on is the config's choice.
+    All ranks must give the same effects in the same order: the config decides which are on.
 
     Args:
         effects: this rank's.
-        ranks: all ranks; those that hold the same part bring the same counts.
-        pipeline_ranks: ranks that hold the parts of one copy of the model.
+        ranks: all ranks; ranks with the same part of the model give the same counts.
+        pipeline_ranks: ranks that together have one copy of the model.
     """
     counts = torch.tensor([[effect.count, effect.total or 0] for effect in effects], dtype=torch.int64)
     sums = ranks.sum(counts.to(ranks.device)) // (ranks.size // pipeline_ranks)
@@ -105,11 +106,11 @@ def over_stages(effects: Sequence[Effect], ranks: World, pipeline_ranks: int) ->
 
 
 def of_low_precision(precision: LowPrecision, parts: Sequence[Converted], shards: int) -> list[Effect]:
-    """``float8: 56 converted, 1 kept: output (sensitive) (tensorwise)``, and what is gathered in float8.
+    """``float8: 56 converted, 1 kept: output (sensitive) (tensorwise)``, and the weights that are gathered in float8.
 
     Args:
-        precision: of the whole model.
-        parts: what became of this rank's stages.
+        precision: low precision of the whole model.
+        parts: conversion reports of this rank's stages.
         shards: ranks that FSDP splits a weight over.
     """
     dense, name = precision.dense, kind(precision.dense)
@@ -118,9 +119,9 @@ def of_low_precision(precision: LowPrecision, parts: Sequence[Converted], shards
     effects = [Effect(name=name, flag=flag, count=linears, what=what, reason=precision.how)]
     if name == "float8" and dense.float8.enable_fsdp_float8_all_gather:
         scales = "of all at once after each update" if dense.float8.precompute_scale else "one by one"
-        how = f"scales {scales}" if shards > 1 else "cast, not sent: each rank has whole weights"
+        how = f"scales {scales}" if shards > 1 else "cast but not sent: each rank has whole weights"
         if any(part.gathered < part.linears for part in parts):
-            how += "; the shards do not divide the rows of the others"
+            how += "; the rows of the others do not divide into shards"
         effects.append(
             Effect(
                 name="float8_all_gather",
@@ -167,28 +168,28 @@ def of_activation_checkpoint(parts: Sequence[CheckpointedBlocks]) -> Effect:
 
 
 def of_save_ops(parts: Sequence[CheckpointedBlocks]) -> list[Effect]:
-    """For each entry of ``save_ops``, how many results of it a block keeps. Call after the first step."""
+    """Number of results that each entry of ``save_ops`` keeps per block. Call after the first step."""
     found = [part.matches() for part in parts]
     return [
         Effect(
             name=f"save_ops {entry}",
             flag=f"{entry} of --activation_checkpoint.save_ops",
             count=max(matches[entry] for matches in found),
-            what="results stay in a block",
+            what="results stay per block",
         )
         for entry in found[0]
     ]
 
 
 def over_ranks(effects: Sequence[Effect], ranks: World) -> list[Effect]:
-    """Effects that count within one block: the largest count of any rank, the same on every rank."""
+    """Effects that count within one block, as the largest count of any rank; the same on every rank."""
     counts = torch.tensor([effect.count for effect in effects], dtype=torch.int64, device=ranks.device)
     largest = ranks.gather(counts).amax(dim=0).tolist()
     return [replace(effect, count=count) for effect, count in zip(effects, largest, strict=True)]
 
 
 def of_document_masks(ranks: World) -> list[Effect]:
-    """``document_mask varlen: 16 of 16 masks``: for each kernel that took one, over all ranks, since the start."""
+    """``document_mask varlen: 16 of 16 masks``: masks that each kernel took since the start, over all ranks."""
     names = ("varlen", "flex", "sdpa")
     counts = torch.tensor([masks_made[name] for name in names], dtype=torch.int64, device=ranks.device)
     found: list[int] = ranks.sum(counts).tolist()
@@ -237,7 +238,7 @@ def of_async_tensor_parallel(async_tp: AsyncTensorParallel) -> Effect:
 
 
 def of_cuda_only(config: ProfilerConfig, device_type: str) -> list[Effect]:
-    """``memory_snapshot: 0 written (needs CUDA)``: what is asked for and has no effect on a CPU."""
+    """``memory_snapshot: 0 written (needs CUDA)``: settings that were asked for but have no effect on a CPU."""
     rows = (("memory_snapshot", config.memory_snapshot, "written"), ("nvtx", config.nvtx, "ranges"))
     found = [(name, what) for name, is_on, what in rows if is_on and device_type == "cpu"]
     return [
@@ -248,28 +249,28 @@ def of_cuda_only(config: ProfilerConfig, device_type: str) -> list[Effect]:
 DEFAULT_SAVE_OPS = ActivationCheckpointConfig().save_ops
 
 _WIDE_ATTENTION = (
-    "float32 attention on a GPU is slow: neither cuDNN nor FlashAttention takes it, and what does gets the keys and "
-    "values of each query head; unless float32 is what you are after, --training.mixed_precision_param bfloat16"
+    "float32 attention on a GPU is slow: neither cuDNN nor FlashAttention supports it, and other kernels copy the keys "
+    "and values for each query head; unless you need float32, use --training.mixed_precision_param bfloat16"
 )
 _OTHER_MASK = (
-    "document masks by now: %s: one of the first %d steps since the start has a row with more than a document in 64 "
-    "tokens, which varlen is not asked to take; --kernels.attention varlen takes it"
+    "document masks so far: %s: one of the first %d steps since the start has a row with more than one document in 64 "
+    "tokens, for which auto does not use varlen; --kernels.attention varlen does"
 )
 
 # forward and backward of a feed-forward of dim 4096, pytorch/ao#685: 43.2 ms in float16, 49.3 ms in float8, 26.2 ms in
 # float8 compiled
 _UNCOMPILED = (
-    "low precision without --compile.enable is slower than none: each scale and cast is a kernel of its own; on an "
-    "L20 1.14 times the time of float16 and 1.6 times its memory, compiled 0.61 times the time (pytorch/ao#685)"
+    "low precision without --compile.enable is slower than high precision: each scale and cast is a kernel of its own; "
+    "on an L20 1.14 times the time of float16 and 1.6 times its memory, compiled 0.61 times the time (pytorch/ao#685)"
 )
 
 
 class EffectWatch:
-    """Effect counts of one run. Make it before anything is compiled.
+    """Effect counts of one run. Create it before anything is compiled.
 
     Args:
-        job: the run; says which optimisations are on.
-        strict: an optimisation without effect ends the run.
+        job: the run, which says which optimisations are on.
+        strict: whether an optimisation without effect ends the run.
     """
 
     def __init__(self, job: Job, *, strict: bool) -> None:
@@ -284,10 +285,10 @@ class EffectWatch:
         self._masks: set[str] = set()
 
     def built(self, built: Built) -> None:
-        """Say what is known before the first step.
+        """Log the effects that are known before the first step.
 
         Raises:
-            EffectError: strict, and something does nothing.
+            EffectError: strict, and an optimisation has no effect.
         """
         self._blocks = sum(applied.compiled for applied in built.applied)
         self._checkpointed = [applied.checkpointed for applied in built.applied]
@@ -315,14 +316,14 @@ class EffectWatch:
 
     @property
     def compile_seconds(self) -> float:
-        """Time that torch.compile took so far."""
+        """Seconds that torch.compile took so far."""
         return self._report.seconds if self._report else 0.0
 
     def step(self, number: int) -> None:
-        """Call after each step, with how many this process has done.
+        """Log effects that a step shows. Call after each step, with the number of steps that this process has done.
 
         Raises:
-            EffectError: strict, and after the first step something has done nothing.
+            EffectError: strict, and after the first step an optimisation had no effect.
         """
         if self._report:
             self._report.step(number)
@@ -340,7 +341,7 @@ class EffectWatch:
             check(kept, self._strict, rank=self._ranks.rank)
         if self._report:
             for line in self._report.lines():
-                if self._report.graphs:  # without any, the effect says all
+                if self._report.graphs:  # without a graph, the effect's line says it
                     log.info("%s", line)
             effects.append(of_compile(self._blocks, self._report))
         if self._async and not self._async.missing:

@@ -1,4 +1,4 @@
-"""What stands between a step's gradients and the weights: a loss or gradient that is not finite, or that jumps."""
+"""The guard between a step's gradients and the weights: it looks for values that are not finite, and for spikes."""
 
 import logging
 import math
@@ -23,17 +23,17 @@ from crius.units import GIB
 
 ADVICE = "lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at those samples"
 NAMED = 3
-"""Weights that a message names; it counts the others."""
+"""Number of weights that a message names; it counts the others."""
 
-IN_A_ROW = {"skips": "such steps in a row", "rollbacks": "returns to the same weights", "spikes": "spikes in a row"}
-"""Kinds of steps that are counted until a step is none of the kind."""
+IN_A_ROW = {"skips": "skipped steps in a row", "rollbacks": "returns to the same weights", "spikes": "spikes in a row"}
+"""Kinds of steps that are counted until a step of another kind comes."""
 
 log = logging.getLogger("crius.train")
 
 
 @dataclass(frozen=True)
 class _Unseen:
-    """A result whose loss and gradient norm, ``totals``, are on their way to the host, and its learning rates."""
+    """A result whose loss and gradient norm (``totals``) are on their way to the host, and its learning rates."""
 
     result: StepResult
     lr: dict[str, float]
@@ -42,7 +42,7 @@ class _Unseen:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What belongs to a snapshot beside weights and optimizer state."""
+    """Values of a snapshot in addition to weights and optimizer state."""
 
     step: int
     updates: int
@@ -50,28 +50,29 @@ class _Kept:
 
 
 class UpdateGuard:
-    """Applies the update of a step unless its loss or gradient is not finite, or is a spike: then by policy.
+    """Applies the update of a step, unless its loss or gradient is not finite or is a spike; then a policy decides.
 
-    Loss and gradient norm are sums over all ranks, the same to the last bit on each, so that all decide alike.
+    Loss and gradient norm are sums over all ranks and the same to the last bit on each, so all ranks decide the same.
 
-    Where the optimizer takes ``found_inf``, on a GPU, and the policies are stop, and warn or off, it leaves out a
-    non-finite update by itself and the host looks at the result one step later, before the next update, so that it
-    never waits for the device. Any other policy has to know before the update: the host waits for each step on a GPU.
+    The host need not wait for the device if the optimizer takes ``found_inf`` (on a GPU), nonfinite is stop, and spike
+    is warn or off: the optimizer leaves out a non-finite update by itself, and the host looks at the result one step
+    later, before the next update. Other policies must know the result before the update, so on a GPU the host waits in
+    each step.
 
     Args:
         config: the policies.
-        state: of the training; its optimizer makes the updates.
-        parameters: of this rank, by their names in the whole model.
-        gradients: of those.
-        all_names: of the whole model, in order: a pipeline stage has some of them.
+        state: state of the training; its optimizer makes the updates.
+        parameters: parameters of this rank, by their names in the whole model.
+        gradients: gradients of the parameters.
+        all_names: names of all parameters of the model, in order; a pipeline stage has some of them.
         world: all ranks.
         run_dir: folder of the run.
-        copies: of the weights that two stages share; None where there are none.
+        copies: copies of the weights that two stages share; None if there are none.
         after_update: called after each update.
 
     Attributes:
-        before_change: called before each change of the weights, by an update or a rollback.
-        passed_step: number of the last step it has looked at without ending the run; 0 before the first.
+        before_change: called before each change of the weights by an update or a rollback.
+        passed_step: number of the last step that the guard has let pass; 0 before the first.
     """
 
     def __init__(
@@ -109,11 +110,11 @@ class UpdateGuard:
         self._in_a_row = dict.fromkeys(IN_A_ROW, 0)
 
     def update(self, result: StepResult) -> None:
-        """Apply the optimizer to the gradients that ``result`` is about, or do what the policy says.
+        """Apply the optimizer to the gradients of ``result``, or do what the policy says.
 
         Raises:
-            NonFiniteError: this step's, or on a GPU the step before's, loss or gradient is not finite.
-            SpikeError: likewise, for a spike.
+            NonFiniteError: loss or gradient of this step, or on a GPU of the step before, is not finite.
+            SpikeError: loss or gradient norm is a spike, likewise.
         """
         self.check()
         groups = enumerate(self._optimizer.param_groups)
@@ -125,7 +126,7 @@ class UpdateGuard:
             self._optimizer.found_inf = (~result.is_finite()).to(torch.float32)
         if self._looks_late or self.check():
             if self._kept and self._state.updates - self._kept.updates >= self._config.snapshot_interval:
-                self._keep(result.step - 1)  # weights that a finite loss and gradient have just been computed with
+                self._keep(result.step - 1)  # loss and gradient of these weights are finite
             self.before_change()
             self._optimizer.step()
             self._after_update()
@@ -134,14 +135,14 @@ class UpdateGuard:
             if self._snapshot and not self._has_said_size:  # the first update made the optimizer's state
                 self._has_said_size = True
                 log.info(
-                    "rollback: weights and optimizer state are kept every %d updates, %.2f GiB of host memory a rank",
+                    "rollback: weights and optimizer state are kept every %d updates, %.2f GiB of host memory per rank",
                     self._config.snapshot_interval,
                     self._snapshot.num_bytes() / GIB,
                 )
         self._optimizer.zero_grad()
 
     def before_save(self) -> None:
-        """Look at the last result and the weights, and take the snapshot that a run which goes on from here would take.
+        """Check the last result and the weights, and take the snapshot that a run resumed from this save would take.
 
         Raises:
             NonFiniteError, SpikeError, CorruptionError: as ``check`` and ``check_weights``.
@@ -152,12 +153,12 @@ class UpdateGuard:
             self._keep(self._state.step)
 
     def check_weights(self) -> None:
-        """Look at the weights, which the last update may have broken: no loss was computed with them yet. A collective.
+        """Check the weights, which the last update may have broken: no loss was computed with them yet. A collective.
 
-        Where there is a snapshot it comes back, by the policy ``rollback``.
+        If there is a snapshot, the policy ``rollback`` restores it.
 
         Raises:
-            NonFiniteError: some are not finite, and the policy is another.
+            NonFiniteError: some weights are not finite, and the policy is not ``rollback``.
             CorruptionError: the copies of a weight that two stages share differ.
         """
         if self._copies:
@@ -180,11 +181,11 @@ class UpdateGuard:
         )
 
     def state(self) -> dict[str, Any]:
-        """What the guard knows of the steps so far, as JSON."""
+        """The guard's record of past steps, as JSON."""
         return {"window": self._window()} | {f"{kind}_in_a_row": count for kind, count in self._in_a_row.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state`` gave."""
+        """Restore what ``state`` returned."""
         if self._monitor:
             self._monitor.load(state["window"])
         self._in_a_row = {kind: state[f"{kind}_in_a_row"] for kind in IN_A_ROW}
@@ -193,11 +194,11 @@ class UpdateGuard:
         return self._monitor.state() if self._monitor else {}
 
     def check(self) -> bool:
-        """Look at the last result that was not looked at yet; whether its update is to be made.
+        """Check the last unchecked result; returns whether its update is to be made.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite, and the run has to stop.
-            SpikeError: one of them is a spike, and the run has to stop.
+            NonFiniteError: loss or gradient is not finite, and the run must stop.
+            SpikeError: loss or gradient norm is a spike, and the run must stop.
         """
         unseen, self._unseen = self._unseen, None
         if unseen is None:
@@ -207,7 +208,7 @@ class UpdateGuard:
         return is_made
 
     def _judge(self, unseen: _Unseen) -> bool:
-        """Do what the policy says; whether the update is to be made."""
+        """Follow the policy; returns whether the update is to be made."""
         loss, grad_norm = unseen.totals.read()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._on_nonfinite(unseen, loss, grad_norm)
@@ -234,7 +235,7 @@ class UpdateGuard:
             raise NonFiniteError(
                 f"step {step}: {what}.",
                 where=f"samples {culprit.samples}, full report in {path}",
-                why=f"the update was not applied: it would have spread to every weight{too_many}",
+                why=f"the update was not applied, because it would have spread to every weight{too_many}",
                 fix=ADVICE,
             )
         if policy == "skip":
@@ -243,7 +244,7 @@ class UpdateGuard:
             self._roll_back(step, f"{what}; see {path}", is_made=False)
 
     def _on_spike(self, unseen: _Unseen, scores: dict[str, Score], monitor: SpikeMonitor) -> bool:
-        """Do what the policy says; whether the update is to be made."""
+        """Follow the policy; returns whether the update is to be made."""
         policy, step = self._config.spike, unseen.result.step
         is_new_level = bool(self._count("spikes"))
         too_many = self._count("skips") if policy == "skip" else ""
@@ -265,7 +266,7 @@ class UpdateGuard:
             return False
         self._warn(f"step {step} is a spike: {what}; the update is made, see {path}")
         if is_new_level:
-            self._warn(f"{self._in_a_row['spikes']} spikes in a row are a new level: the window starts anew")
+            self._warn(f"{self._in_a_row['spikes']} spikes in a row are a new level: the window restarts")
             self._in_a_row["spikes"] = 0
             monitor.restart()
         return True
@@ -277,7 +278,7 @@ class UpdateGuard:
         return {"step": unseen.result.step, "kind": kind, "action": action, **values}
 
     def _count(self, kind: str) -> str:
-        """Count one more step of a kind of ``IN_A_ROW``; the end of the reason to stop, where they are too many."""
+        """Count one more step of a kind of ``IN_A_ROW``; returns the end of the reason to stop, if one is due."""
         self._in_a_row[kind] += 1
         count = self._in_a_row[kind]
         is_limit = count >= self._config.max_consecutive
@@ -289,7 +290,7 @@ class UpdateGuard:
         self._warn(f"step {step} skipped ({kind}): {what}; {count} skipped so far, see {self._reporter.path(step)}")
 
     def _roll_back(self, step: int, what: str, *, is_made: bool) -> None:
-        """Go back to the snapshot; ``is_made``: whether the update of ``step`` is in the weights."""
+        """Restore the snapshot; ``is_made``: whether the update of ``step`` is in the weights."""
         assert self._snapshot and self._kept
         lost = self._state.updates - self._kept.updates + (not is_made)
         self.before_change()

@@ -1,4 +1,4 @@
-"""What a run needs before torch: its decisions, its model, its corpus. Torch-free, so that bad data shows at once."""
+"""A run's inputs before torch is imported: its decisions, its model, its corpus. Bad data is reported at once."""
 
 import contextlib
 import os
@@ -30,11 +30,11 @@ from crius.models.registry import SPECS, find_spec
 COMPILE = "compile.enable"
 
 ROWS = 64
-"""A vocabulary that follows the tokenizer has a multiple of so many rows."""
+"""A vocabulary that follows the tokenizer has a multiple of this many rows."""
 
 
 def describe_model(config: RunConfig) -> ModelDescription:
-    """The flavor of ``config``, with the sizes that it overrides and the layers that get adapters.
+    """The flavor of ``config``, with the sizes that replace the flavor's and the layers that get adapters.
 
     Raises:
         ConfigError: see ``ModelSpec.describe``.
@@ -49,7 +49,7 @@ def describe_model(config: RunConfig) -> ModelDescription:
 
 
 def describe_known_model(config: RunConfig) -> ModelDescription | None:
-    """``describe_model``, or None where there is no such model or flavor, or its sizes cannot be taken."""
+    """``describe_model``; None if there is no such model or flavor, or its sizes are not possible."""
     spec = find_spec(config.model.name)
     if spec is None or config.model.flavor not in spec.known_flavors:
         return None
@@ -60,10 +60,10 @@ def describe_known_model(config: RunConfig) -> ModelDescription | None:
 
 
 Decision = tuple[dict[str, Any], str]
-"""Dotted fields and the values that are decided for them, and why; none where nothing was left open."""
+"""Dotted fields with their decided values, and the reason; no fields if nothing was left open."""
 
 LayOut = Callable[[RunConfig, ModelDescription], Decision]
-"""Chooses what ``parallelism.auto`` leaves open."""
+"""Chooses the settings that ``parallelism.auto`` leaves open."""
 
 
 def resolve(
@@ -74,18 +74,19 @@ def resolve(
     rows_are_given: bool = False,
     lay_out: LayOut | None = None,
 ) -> Resolved:
-    """Decide what ``asked`` leaves open: dtype, rows of the embedding, compilation, layout, stages, where a document
-    starts, whether recomputation is left to the memory, and whether kernels are deterministic.
+    """Decide the settings that ``asked`` leaves open: dtype, rows of the embedding, compilation, layout, stages, the
+    start of a document, whether the memory decides about recomputation, and whether kernels are deterministic.
 
-    What cannot be read stays open: the room that opens it says why. What only the ranks know, they decide together in
-    ``crius.train.setup``: the kernels of their device, and the recomputation and microbatch that its memory needs.
+    A setting that depends on an unreadable file stays open; the code that opens the file reports why. The ranks decide
+    together in ``crius.train.setup`` what only they know: the kernels of their device, and the recomputation and
+    microbatch that its memory needs.
 
     Args:
         asked: the run.
-        machine: where it is trained.
-        saved: settings of the checkpoint that it resumes from: the curve belongs to the run, not to the machine.
-        rows_are_given: whether ``model.vocab_size`` stays, however many ids the tokenizer has.
-        lay_out: asked under ``parallelism.auto``; without it the layout stays open.
+        machine: machine that the run is trained on.
+        saved: settings of the checkpoint that the run resumes from: the curve belongs to the run, not to the machine.
+        rows_are_given: whether ``model.vocab_size`` stays, for any number of token ids.
+        lay_out: chooses the layout under ``parallelism.auto``; without it the layout stays open.
     """
     config, reasons = asked, dict[str, str]()
     decisions: tuple[Callable[[RunConfig], Decision], ...] = (
@@ -110,7 +111,7 @@ def _dtype(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None)
     if config.training.mixed_precision_param != "auto":
         return {}, ""
     if saved and saved.get(name) in ITEMSIZE:
-        return {name: saved[name]}, "as the checkpoint has it"
+        return {name: saved[name]}, "as in the checkpoint"
     dtype, why = auto_dtype(on_gpu=machine.on_gpu)
     return {name: dtype}, why
 
@@ -137,15 +138,15 @@ def _tokens(config: RunConfig, rows_are_given: bool) -> Decision:
 
 
 def _compile(config: RunConfig, machine: Machine) -> Decision:
-    """What the rules refuse together with compilation, and what a host lacks for it, leaves it off."""
+    """Compilation stays off if a rule forbids it together with another setting, or if the host lacks a part of it."""
     if config.compile.enable is not None:
         return {}, ""
     obstacle = "" if machine.on_gpu else "a CPU gains little"
     if not obstacle and config.debug.detect_anomaly:
-        obstacle = "debug.detect_anomaly names lines, which a compiled block does not have"
+        obstacle = "debug.detect_anomaly names lines, which a compiled block lacks"
     if not obstacle and config.compile.backend == "inductor":
         obstacle = machine.cannot_compile
-    with contextlib.suppress(LayoutError):  # a file that cannot be read: its rule says so
+    with contextlib.suppress(LayoutError):  # a file that cannot be read is reported by its rule
         if not obstacle and splits_backward(config.parallelism):
             obstacle = "the pipeline schedule splits the backward of a block"
     return {COMPILE: not obstacle}, obstacle or "faster on a GPU"
@@ -167,7 +168,7 @@ def _stages(config: RunConfig) -> Decision:
     found = settle_stages(config.parallelism, facts.num_layers) if facts else config.parallelism
     number = found.pipeline_parallel_stages_per_rank
     changes = {"parallelism.pipeline_parallel_stages_per_rank": number} if found != config.parallelism else {}
-    return changes, "the model has no layers for two stages a rank"
+    return changes, "the model has too few layers for two stages per rank"
 
 
 def _boundaries(config: RunConfig, saved: Mapping[str, Any] | None) -> Decision:
@@ -176,7 +177,7 @@ def _boundaries(config: RunConfig, saved: Mapping[str, Any] | None) -> Decision:
         return {}, ""
     add_bos = None if saved is None else (FIRST_BOUNDARIES | dict(saved)).get(name)
     if isinstance(add_bos, bool):
-        return {name: add_bos}, "as the checkpoint has it"
+        return {name: add_bos}, "as in the checkpoint"
     with contextlib.suppress(CriusError):
         return {name: build_tokenizer(config.tokenizer).adds_bos}, "as the tokenizer does"
     return {}, ""
@@ -187,38 +188,38 @@ def _deterministic(config: RunConfig, machine: Machine, saved: Mapping[str, Any]
     if config.debug.deterministic is not None:
         return {}, ""
     if needed and machine.on_gpu:
-        return {name: True}, f"{' and '.join(needed)} on a GPU, where other kernels add in any order"
-    return ({name: saved[name]}, "as the checkpoint has it") if saved and saved.get(name) is not None else ({}, "")
+        return {name: True}, f"{' and '.join(needed)} on a GPU, where other kernels add in random order"
+    return ({name: saved[name]}, "as in the checkpoint") if saved and saved.get(name) is not None else ({}, "")
 
 
 def describe_rows(config: RunConfig, rows: int, number: int) -> str:
-    """Where the number of ``rows`` of the embedding comes from, for a tokenizer with ``number`` ids."""
+    """Number of ``rows`` of the embedding and its reason, for a tokenizer with ``number`` ids."""
     source = config.model.from_hf
     flavor = None if source else describe_known_model(replace(config, model=replace(config.model, vocab_size=-1)))
-    why = f"as model.vocab_size {rows} says" + (f", with the sizes of {source}" if source else "")
+    why = f"as in model.vocab_size {rows}" + (f", with the sizes of {source}" if source else "")
     if flavor and rows == flavor.vocab_size:
-        why = "the flavor's"
+        why = "as in the flavor"
     elif rows == -(-number // ROWS) * ROWS:
-        why = f"the tokenizer's, rounded up to a multiple of {ROWS}"
+        why = f"the token ids, rounded up to a multiple of {ROWS}"
     return f"{rows:,} rows for {number:,} token ids ({why})"
 
 
 def run_batch_sizes(config: RunConfig, data_parallel_ranks: int) -> BatchSizes:
-    """Sizes of the batch of ``config``, whose microbatches suit its pipeline."""
+    """Batch sizes of ``config``, with microbatches that suit its pipeline."""
     return batch_sizes(config.training, data_parallel_ranks, microbatch_unit(config.parallelism))
 
 
 def run_modules(config: RunConfig, facts: ModelDescription) -> list[ModuleFacts]:
-    """The modules that pipeline stages are made of, weighed at the sequence length of ``config``."""
+    """The modules that pipeline stages are made of, with costs for the sequence length of ``config``."""
     is_cut = config.parallelism.pipeline_parallel_degree > 1
     return facts.modules((config.training.seq_len + 1) / 2, is_cut=is_cut)
 
 
 def open_run_data(config: RunConfig, data_parallel_ranks: int) -> tuple[RunConfig, Corpus]:
-    """The corpus of ``config``, and ``config`` with the steps that ``training.epochs`` come to.
+    """The corpus of ``config``, and ``config`` with the steps that follow from ``training.epochs``.
 
     Raises:
-        DataError: it cannot be used.
+        DataError: the corpus cannot be used.
     """
     corpus = open_run_corpus(config, data_parallel_ranks)
     if config.training.epochs < 1:
@@ -228,15 +229,15 @@ def open_run_data(config: RunConfig, data_parallel_ranks: int) -> tuple[RunConfi
 
 
 def end_sample(config: RunConfig, corpus: Corpus) -> int:
-    """The sample before which the run ends; 0 where it ends by its steps alone."""
+    """The sample before which the run ends; 0 if only its steps end it."""
     return max(0, config.training.epochs) * corpus.train.num_samples
 
 
 def open_run_corpus(config: RunConfig, data_parallel_ranks: int) -> Corpus:
-    """The corpus of ``config``; tokenised the first time, at hand in milliseconds later.
+    """The corpus of ``config``; tokenised at the first time, later opened in milliseconds.
 
     Raises:
-        DataError: it cannot be used.
+        DataError: the corpus cannot be used.
     """
     return open_corpus(
         config.data,
@@ -256,10 +257,10 @@ def checkpoint_folder(config: RunConfig, run_dir: Path) -> str:
 
 
 def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
-    """The local folder of the checkpoints of a run that has some, made and found writable; None for a URL.
+    """The local folder of the checkpoints of a run, created and found writable; None for a URL, or without checkpoints.
 
     Raises:
-        EnvironmentError: it cannot be written.
+        EnvironmentError: the folder cannot be written.
     """
     place = checkpoint_folder(config, run_dir)
     if not config.checkpoint.is_enabled or "://" in place:
@@ -274,24 +275,24 @@ def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
         raise EnvironmentError(
             f"checkpoints cannot be written to {folder}: {error.strerror}.",
             where="--checkpoint.folder",
-            fix="name a folder that you may write: --checkpoint.folder DIR, or --checkpoint.no_enable to save nothing",
+            fix="give a writable folder: --checkpoint.folder DIR, or --checkpoint.no_enable to save nothing",
         ) from None
     return folder
 
 
 def saved_settings(config: RunConfig, run_dir: Path) -> Mapping[str, Any] | None:
-    """Settings of the checkpoint that a run would resume from; None without one, or where another trainer saved it."""
+    """Settings of the checkpoint that a run would resume from; None if there is none, or another trainer saved it."""
     found = _resumed(config, run_dir)
     return None if found is None or found.is_import else found.settings
 
 
 def check_resume(config: RunConfig, run_dir: Path) -> None:
-    """Compare the settings of a run with those of the checkpoint that it would go on from, before anything is started.
+    """Compare the settings of a run with those of the checkpoint that it would resume from, before anything is started.
 
     A checkpoint that cannot be read is left to the load, which may fall back to an older one.
 
     Raises:
-        ConfigError: the run cannot go on with these settings.
+        ConfigError: the run cannot resume with these settings.
     """
     found = _resumed(config, run_dir)
     if found is None:
@@ -299,10 +300,10 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
             open_initial(config)
         elif config.lora.is_on and config.checkpoint.is_enabled:
             raise ConfigError(
-                "LoRA has no weights to adapt: they would be drawn at random.",
+                "LoRA has no weights to adapt: they would be random.",
                 where="--lora.rank",
-                why="a checkpoint has the adapters alone, which are of no use without what they were trained on",
-                fix=f"{INIT_FROM} with a run, a checkpoint or a folder of Hugging Face; or --checkpoint.no_enable to "
+                why="a checkpoint contains the adapters only, which are useless without the weights that they adapt",
+                fix=f"{INIT_FROM} with a run, a checkpoint or a Hugging Face folder; or --checkpoint.no_enable to "
                 "measure a run that saves nothing",
             )
         return
@@ -315,17 +316,17 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
 
 
 def check_steps_left(step: int, config: RunConfig) -> None:
-    """Whether a run that starts from ``checkpoint.load_path`` has anything to train.
+    """Check that a run that starts from ``checkpoint.load_path`` has anything to train.
 
     Args:
-        step: of the checkpoint there.
-        config: of the run.
+        step: step of the checkpoint there.
+        config: the run.
 
     Raises:
-        ConfigError: the checkpoint has as many steps as the run shall have, or more.
+        ConfigError: the checkpoint has at least as many steps as the run.
     """
     steps = config.training.steps
-    if step >= steps and config.training.epochs < 1:  # epochs count samples, which another batch has in fewer steps
+    if step >= steps and config.training.epochs < 1:  # epochs count samples, and a larger batch has them in fewer steps
         raise ConfigError(
             f"training.steps {steps} leaves nothing to train: the checkpoint to start from has {step} steps.",
             where="--training.steps, --checkpoint.load_path",
@@ -336,15 +337,15 @@ def check_steps_left(step: int, config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class _Resumed:
-    """The checkpoint that a run would go on from.
+    """The checkpoint that a run would resume from.
 
     Attributes:
-        settings: of the run that saved it; none are known of an import from another trainer.
-        where: it is.
-        step: of it.
+        settings: settings of the run that saved it; empty for an import from another trainer.
+        where: its folder.
+        step: its step.
         is_import: whether another trainer saved it.
-        is_own: whether it is in the run's own folder, and not in ``checkpoint.load_path``.
-        initial: what it says of the weights that the run started from.
+        is_own: whether it is in the run's own folder, not in ``checkpoint.load_path``.
+        initial: its record of the weights that the run started from.
     """
 
     settings: Mapping[str, Any]
@@ -356,7 +357,7 @@ class _Resumed:
 
 
 def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
-    """The checkpoint that a run would go on from; None where there is none, or it cannot be read."""
+    """The checkpoint that a run would resume from; None if there is none, or it cannot be read."""
     if not config.checkpoint.is_enabled:
         return None
     own, other, load_step = checkpoint_folder(config, run_dir), config.checkpoint.load_path, config.checkpoint.load_step

@@ -1,4 +1,4 @@
-"""The one room where all parts meet: a ``RunConfig`` and a place among the ranks, to a trained model."""
+"""The module where all parts meet: a ``RunConfig`` and a place among the ranks become a trained model."""
 
 import contextlib
 import dataclasses
@@ -82,11 +82,11 @@ def run(
         run_dir: folder of the run.
         started: ``time.monotonic()`` at the start of the command on this machine.
         placement: this process among the ranks.
-        strict: an optimisation that is on and does nothing ends the run.
-        tools: what stands around the run.
+        strict: whether an optimisation that is on and has no effect ends the run.
+        tools: functions of the command line around the run.
 
     Raises:
-        CriusError: whatever the user can mend, see ``crius.errors``.
+        CriusError: an error that the user can correct, see ``crius.errors``.
     """
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
     # before anything slow, so that a signal during the start is not lost
@@ -100,12 +100,12 @@ def run(
             layout, facts = Layout.of(config.parallelism, placement.world_size), describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
-            config, corpus = open_run_data(config, layout.batch)  # before the ranks meet: none waits in a collective
+            config, corpus = open_run_data(config, layout.batch)  # before the ranks meet, so none waits in a collective
             ranks = stack.enter_context(_meet(config, placement, device))
             mesh = build_mesh(one_layout(layout, ranks), device.type, has_experts=facts.num_experts > 0)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
             story.config = decided = decide(config, facts, machine, ranks, tools.fit)
-            job = Job(config, facts, mesh, ranks)  # a run that goes on from this one decides anew
+            job = Job(config, facts, mesh, ranks)  # a run that resumes from this one decides again
             _log_batch(dataclasses.replace(job, config=decided))
         checkpoints = _checkpoints(job, run_dir, placement, ledger) if config.checkpoint.is_enabled else None
         with ledger.phase("initialise"):
@@ -120,7 +120,7 @@ def run(
                 loop = dataclasses.replace(_to_the_end(loop), checkpoints=checkpoints, samples=samples)
             else:
                 load_initial(config, ranks, loop.state)
-            keep_scales(job, loop.state.parts)  # of the weights that were loaded
+            keep_scales(job, loop.state.parts)  # of the loaded weights
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
             loop.reports.sinks += [*_sinks(job, run_dir, corpus, stack, loop), *([watch] if watch else [])]
@@ -134,7 +134,7 @@ def _meet(config: RunConfig, placement: Placement, device: torch.device) -> cont
 
 
 def _checkpoints(job: Job, run_dir: Path, placement: Placement, ledger: TimeLedger) -> Checkpoints:
-    """The checkpoints of the run, and the one among them to resume from, known before its weights are made."""
+    """The checkpoints of the run, and the checkpoint to resume from, known before the weights are created."""
     with ledger.phase("load"):
         checkpoints = Checkpoints(job, run_dir, placement)
         checkpoints.find()
@@ -142,10 +142,10 @@ def _checkpoints(job: Job, run_dir: Path, placement: Placement, ledger: TimeLedg
 
 
 def one_layout(layout: Layout, ranks: World) -> Layout:
-    """``layout``, the same on all ranks. Others would hang: their flags, or what ``parallelism.auto`` found, differ.
+    """``layout``, the same on all ranks: ranks whose flags or whose ``parallelism.auto`` differ would hang.
 
     Raises:
-        LayoutError: a rank has another layout than the others.
+        LayoutError: the layouts of the ranks differ.
     """
     found: list[str] = ranks.gather_json(str(layout))
     if len(set(found)) > 1:
@@ -154,17 +154,17 @@ def one_layout(layout: Layout, ranks: World) -> Layout:
             f"the layout differs between ranks: {first}.",
             where="[parallelism]",
             why="each host reads its own flags and files; parallelism.auto looks at its own GPUs",
-            fix="give all hosts the same degrees: crius config show prints those that parallelism.auto finds",
+            fix="give all hosts the same degrees: crius config show prints the degrees that parallelism.auto finds",
         )
     return layout
 
 
 def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None) -> None:
-    """Train and write the summary; leave with an exit code of its own where the run was asked to stop."""
+    """Train and write the summary; exit with a code of its own if the run was asked to stop."""
     step, steps = loop.state.step, loop.config.training.steps
     was_complete = loop.world.gather_json(is_complete(run_dir, step, steps))[0]
     if step >= steps:
-        rest = "" if was_complete or not loop.config.validation.interval else "; the last validation is made up for"
+        rest = "" if was_complete or not loop.config.validation.interval else "; the last validation is done now"
         log.info("nothing to train: %d of %d steps are done%s", step, steps, rest)
     validations, stopped = list[ValidationMetrics](), None
     try:
@@ -178,7 +178,7 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
     if loop.world.rank == 0 and not was_complete:
         write_summary(run_dir, loop.ledger, loop.state, validations, watch, stopped)
     if stopped:
-        # a script may start again what exits with 75, but not what a person stopped
+        # a script may restart a run that exits with 75, but not a run that a person stopped
         is_ctrl_c = stopped == signal.SIGINT and placement.launcher != "local"
         raise SystemExit(PREEMPTED if loop.checkpoints and not is_ctrl_c else 128 + stopped)
 
@@ -186,7 +186,7 @@ def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None
 def assemble(
     job: Job, corpus: Corpus, run_dir: Path, ledger: TimeLedger, stack: contextlib.ExitStack, *, strict: bool = False
 ) -> Loop:
-    """Model, optimizer, data and reports, joined into the loop. What the machine decides of ``job`` is decided."""
+    """Model, optimizer, data and reports, joined into the loop. The machine's part of ``job`` is already decided."""
     config, facts, mesh, ranks, training = job.config, job.facts, job.mesh, job.ranks, job.config.training
     if mesh.tp:
         stack.enter_context(loss_parallel())
@@ -210,7 +210,7 @@ def assemble(
     stack.callback(loader.close)
     state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
     gradients = build_gradients(job, parameters)
-    if mesh.pp is None:  # a bad gradient of a later stage would be seen on the rank of the first one
+    if mesh.pp is None:  # a bad gradient of a later stage would show on the rank of the first stage
         gradients.watch(built.parts[0])
     after_update = AfterUpdate(built.parts, facts.buffers, ranks)
     sdc, copies = build_sdc(job, built, runner), build_copies(job, parameters)
@@ -243,17 +243,17 @@ def assemble(
 
 
 def _to_the_end(loop: Loop) -> Loop:
-    """A loop that was resumed, with as many steps as its epochs have left: the batch may have been another one."""
+    """A resumed loop, with as many steps as its epochs have left; the batch may have changed."""
     steps = loop.state.step + loop.loader.steps_left
     if not loop.loader.end_sample or steps == loop.config.training.steps:
         return loop
-    log.info("the epochs end after step %d, with %d sequences a step from here", steps, loop.loader.global_batch_size)
+    log.info("the epochs end after step %d, with %d sequences per step from here", steps, loop.loader.global_batch_size)
     loop.state.schedule = WarmupStableDecay(loop.config.lr_scheduler, max(1, steps))
     return dataclasses.replace(loop, config=replace_fields(loop.config, {"training.steps": steps}))
 
 
 def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLog:
-    """The log of the samples of this data-parallel rank, on the first rank of those that have the same ones."""
+    """The sample log of this data-parallel rank, on the first of the ranks with the same samples."""
     mesh, ranks = job.mesh, job.ranks
     is_first = all(axis is None or axis.get_local_rank() == 0 for axis in (mesh.tp, mesh.cp, mesh.pp))
     start = Attempt(
@@ -270,7 +270,7 @@ def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLo
 
 
 def _after_step(job: Job, built: Built, watch: EffectWatch, ledger: TimeLedger, step: int, done: int) -> None:
-    """What follows each step, whatever became of its update."""
+    """Work after each step, whether its update was made or not."""
     keep_scales(job, built.parts)
     watch.step(done)
     ledger.move("compute", "compile", watch.compile_seconds - ledger.seconds.get("compile", 0.0))
@@ -295,13 +295,13 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     elif "OMP_NUM_THREADS" in os.environ or placement.local_world_size > 1:
         cores = max(1, (os.cpu_count() or 1) // placement.local_world_size)
         threads = int(os.environ.get("OMP_NUM_THREADS", cores))
-    if threads != torch.get_num_threads():  # a number that was set, even the same, costs attention a quarter
+    if threads != torch.get_num_threads():  # setting it, even to the same number, makes attention 1/4 slower
         torch.set_num_threads(threads)
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if config.training.device != "cpu" and not config.parallelism.enable_async_tensor_parallel:
-        let_segments_grow(os.environ)  # symmetric memory was never tried with it
+        let_segments_grow(os.environ)  # symmetric memory was never tested with it
     own_gpu = sees_own_gpu(placement, os.environ)
     device = pick_device(config.training.device, placement.local_rank, sees_own_gpu=own_gpu)
     record_memory(config.profiler, device)
@@ -338,7 +338,7 @@ def _validation(job: Job, corpus: Corpus) -> Validation | None:
 def _sinks(job: Job, run_dir: Path, corpus: Corpus, stack: contextlib.ExitStack, loop: Loop) -> list[Sink]:
     if job.ranks.rank != 0:
         return []
-    # a comment says which modules the command line named: a configuration cannot name one, for it runs no code
+    # a comment lists the modules of --import: a configuration cannot name them, because it runs no code
     imports = "".join(f"# --import {name}\n" for name in registry.IMPORTED)
     write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
     note_start(job, run_dir, corpus, loop.state.step)
@@ -360,7 +360,7 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
         f"kernels: {kernels.current()}",
         f"mesh: {layout.axes} = {layout.num_ranks} ranks",
         f"model: {model.name}/{model.flavor}, {facts.num_parameters:,} parameters, "
-        + f"{facts.num_active_parameters:,} of them active for a token, " * facts.is_routed
+        + f"{facts.num_active_parameters:,} of them active per token, " * facts.is_routed
         + f"{facts.matmul_parameters:,} in matmuls",
         f"model: {describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size)}",
         *(f"data: {line}" for line in corpus.description),
@@ -376,6 +376,6 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
 def _log_batch(job: Job) -> None:
     sizes = job.sizes
     log.info(
-        "batch: %d sequences of %d tokens a step = %d a microbatch x %d data-parallel ranks x %d microbatches",
+        "batch: %d sequences of %d tokens per step = %d per microbatch x %d data-parallel ranks x %d microbatches",
         *(sizes.total, job.config.training.seq_len, sizes.local, job.mesh.layout.batch, sizes.accumulation),
     )

@@ -1,4 +1,4 @@
-"""The for loop of training."""
+"""The loop of training."""
 
 import contextlib
 import gc
@@ -31,20 +31,20 @@ from crius.train.state import TrainState
 from crius.train.step import Runner, evaluate, largest_loss, train_step
 
 AGREE_SECONDS = 1.0
-"""About how long several ranks train until they agree again."""
+"""Seconds, about, that several ranks train between two agreements."""
 
 MOST_STEPS = 100
-"""Steps until they agree again, at most: they may become slower."""
+"""Most steps until the next agreement, because steps may become slower."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the ranks agreed on after a step.
+    """Decision of the ranks after a step.
 
     Attributes:
         stop: number of the signal that asks to stop; 0 for none.
-        save: time for a checkpoint.
-        give_up: too many saves failed.
+        save: whether a checkpoint is due.
+        give_up: whether too many saves failed.
     """
 
     stop: int
@@ -56,12 +56,13 @@ NOTHING = Decision(stop=0, save=False, give_up=False)
 
 
 class Agreement:
-    """What the ranks agree on before the first step, and then: one rank after each step, several once a second or so.
+    """Agreement of the ranks before the first step and then after steps: one rank decides after each, several about
+    once a second.
 
-    Each time they also agree on the number of steps until they do so again, from the pace of the slowest.
+    At each agreement they also agree on the number of steps until the next, by the pace of the slowest rank.
 
     Args:
-        num_ranks: of the run.
+        num_ranks: ranks of the run.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -70,18 +71,18 @@ class Agreement:
         self._since = time.monotonic()
 
     def ask(self, stop: int | None, save: bool, give_up: bool) -> Decision:
-        """The greatest of what the ranks say, the same on all; ``NOTHING`` after steps at which they do not ask.
+        """The greatest value of any rank, the same on all; ``NOTHING`` after steps without an agreement.
 
-        One small collective on the host. On a GPU the host is ahead of the device here, so that this costs no time.
+        One small collective on the host. On a GPU the host is ahead of the device here, so it takes no time.
 
         Args:
             stop: number of the signal that asks to stop.
-            save: time for a checkpoint.
-            give_up: too many saves failed.
+            save: whether a checkpoint is due.
+            give_up: whether too many saves failed.
         """
         if self._num_ranks == 1:
             return Decision(stop or 0, save, give_up)
-        self._steps = min(self._steps + 1, self._wait)  # none before the first time
+        self._steps = min(self._steps + 1, self._wait)  # no steps before the first agreement
         if self._steps < self._wait:
             return NOTHING
         elapsed = max(time.monotonic() - self._since, 1e-6)
@@ -96,7 +97,7 @@ class Preempted(Exception):
 
     Args:
         signal: number of the signal that asked.
-        step: the last one that was done; where the run saves, it is saved.
+        step: last step that was done; it is saved if the run saves.
     """
 
     def __init__(self, signal: int, step: int) -> None:
@@ -105,7 +106,7 @@ class Preempted(Exception):
 
 
 def stop_number(request: StopRequest | None, num_ranks: int) -> int:
-    """Number of the signal that asks one of the ranks to stop, the same on all; 0 for none, or where none is caught."""
+    """Number of the signal that asks any rank to stop, the same on all; 0 for none, or if no signals are caught."""
     return 0 if request is None else _greatest([request.number or 0], num_ranks)[0]
 
 
@@ -120,11 +121,11 @@ def _greatest(words: list[int], num_ranks: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What ``evaluate`` needs beside the model.
+    """Inputs of ``evaluate`` besides the model.
 
     Attributes:
         sets: names of the validation sets, in order.
-        batches: makes this rank's batches of a set, for each validation again.
+        batches: creates this rank's batches of a set, again for each validation.
         token_bytes: bytes of text that each token id stands for, int ``(vocabulary,)``, on the host.
     """
 
@@ -139,13 +140,13 @@ class Loop:
 
     Attributes:
         place: gives this rank its tokens of a batch, on the device.
-        after_step: each is called after each step with its number and with how many this process has done.
-        profiler: the context in which the steps run; gives what is called after each step with its number.
-        samples: notes what each step was trained on; None where no run goes on from this one.
-        checkpoints: saves the run; None where it does not.
-        stop: the wish that the run ends; None where a signal ends it at once.
-        is_complete: the run was at its end, with its last validation, before this command.
-        reports: what is reported of the steps.
+        after_step: functions that are called after each step with its number and the number of steps of this process.
+        profiler: context of the steps; gives a function that is called after each step with its number.
+        samples: log of the samples of each step; None if no run resumes from this one.
+        checkpoints: saves the run; None if the run does not save.
+        stop: request to end the run; None if a signal ends it at once.
+        is_complete: whether the run was at its end, with its last validation, before this command.
+        reports: reports of the steps.
     """
 
     config: RunConfig
@@ -173,9 +174,9 @@ class Loop:
 
         Raises:
             Preempted: the run was asked to stop.
-            CheckpointError: it could not be saved.
+            CheckpointError: the run could not be saved.
             NonFiniteError: loss or gradients are not finite, and the policy is to stop; the update was not applied.
-            SpikeError: likewise, one of them jumped.
+            SpikeError: loss or gradient norm jumped, likewise.
             DataError: the data cannot be read.
         """
         config, state = self.config, self.state
@@ -184,7 +185,7 @@ class Loop:
         tidied = _tidied(config.training.gc_interval, self.world.device, self.ledger)
         with tidied as tidy, self.profiler as profile, self.reports.rescued():
             agreement = Agreement(self.world.size)
-            self._settle(agreement)  # a wish to stop may have come while all was built
+            self._settle(agreement)  # a request to stop may have come while the parts were built
             while state.step < config.training.steps:
                 self._step()
                 with self.ledger.phase("compute"):
@@ -200,15 +201,15 @@ class Loop:
                 with self.ledger.phase("save_blocked"):
                     self.checkpoints.finish()
             else:
-                self.guard.check_weights()  # no save has looked at what the last update made of them
-            if self.validation and not self.is_complete:  # what goes wrong in it loses nothing
+                self.guard.check_weights()  # no save has checked them after the last update
+            if self.validation and not self.is_complete:  # everything is saved, so an error in it loses nothing
                 last_validation = self._validate(self.validation)
                 if not last_validation:
                     raise Preempted(stop_number(self.stop, self.world.size), state.step)
         return last_validation
 
     def _settle(self, agreement: Agreement) -> None:
-        """Save what is due, and stop where one of the ranks is asked to."""
+        """Save if a checkpoint is due, and stop if a rank is asked to."""
         checkpoints, state = self.checkpoints, self.state
         if checkpoints is None and self.stop is None:
             return
@@ -228,7 +229,7 @@ class Loop:
         if decision.give_up:
             checkpoints.give_up()
         if decision.save or decision.stop or is_last or (interval > 0 and step > 0 and step % interval == 0):
-            self.reports.finish()  # a run that goes on from here does not report these steps again
+            self.reports.finish()  # a run that resumes from here does not report these steps again
             with self.ledger.phase("save_blocked"):
                 checkpoints.save(wait=is_last or bool(decision.stop))
         if decision.stop and not is_last:
@@ -251,7 +252,7 @@ class Loop:
                 step, placed, self.runner, self.gradients, self.world, self.layout, config.training.max_norm
             )
         status.update(phase="optimizer")
-        self.reports.catch_up()  # with the step before, while the device computes this one
+        self.reports.catch_up()  # of the step before, while the device computes this step
         with self.ledger.phase("compute"):
             self.guard.update(result)
             self.sdc.after_step(step)
@@ -305,10 +306,11 @@ class Loop:
 
 @contextlib.contextmanager
 def _tidied(interval: int, device: torch.device, ledger: TimeLedger) -> Iterator[Callable[[int], None]]:
-    """What is to be called after each step, for garbage and for what a CPU's tensors leave.
+    """Gives a function to call after each step, which frees garbage and memory that a CPU's tensors leave.
 
-    In the first step Python collects as it likes, for compilers leave much, and tensors lie apart from what stays. Then
-    garbage is collected every ``interval`` steps, on all ranks at the same one, or as Python likes where that is 0.
+    In the first step Python collects as it likes, because compilers leave much garbage. On a CPU its tensors are kept
+    apart from objects that stay. Then garbage is collected every ``interval`` steps, on all ranks at the same step; at
+    0 as Python likes.
     """
     settled = False
 

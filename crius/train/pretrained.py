@@ -1,6 +1,6 @@
-"""``checkpoint.init_from``: the weights that a run starts from, and nothing else of where they come from.
+"""``checkpoint.init_from``: loads the weights that a run starts from, and no other state.
 
-Under LoRA they are the frozen base, which no checkpoint of the run has: each resume reads it again from its place.
+Under LoRA they are the frozen base, which no checkpoint of the run contains: each resume reads the base again.
 """
 
 import logging
@@ -29,10 +29,10 @@ log = logging.getLogger("crius.train")
 
 
 def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str, str]:
-    """Fill the weights with those of ``checkpoint.init_from``, each rank its shards; all else stays as it starts.
+    """Fill the weights from ``checkpoint.init_from``, each rank its shards; all other state starts as usual.
 
     Returns:
-        Origin and hash; nothing where the run starts from drawn weights.
+        Origin and hash of the weights; empty if the run starts from random weights.
 
     Raises:
         CriusError: see ``open_initial``.
@@ -47,7 +47,7 @@ def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str
     grown = {}
     for name, target in targets.items():
         source = weights.tensors[name]
-        if target.shape != source.shape:  # more rows than there: those keep what was drawn
+        if target.shape != source.shape:  # further rows keep the random values
             grown[name] = replace(source, shape=tuple(target.shape))
     load_tensors({**weights.tensors, **grown}, targets)
     optimizer_state.fill_copies(state.optimizer, names)
@@ -55,7 +55,7 @@ def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str
     log.info("init: weights of %s, %s; step 0, fresh optimizer state", weights.origin, initial["digest"])
     _log_dtypes(weights, targets.items())
     if (rows := config.model.vocab_size - weights.model["vocab_size"]) > 0:
-        log.info("init: %d rows more for the vocabulary than there: drawn from seed %d", rows, config.debug.seed)
+        log.info("init: %d rows of the vocabulary are missing there: drawn from seed %d", rows, config.debug.seed)
     _log_tokenizer(weights, config)
     return initial
 
@@ -66,16 +66,16 @@ def load_base(
     """Fill the frozen weights of a LoRA run, each rank its shards.
 
     Args:
-        config: of the run.
-        ranks: all of them.
+        config: the run.
+        ranks: all ranks.
         parts: the stages of this rank.
-        recorded: origin, path and hash of the base in the checkpoint that the run goes on from; empty at its start.
+        recorded: origin, path and hash of the base in the checkpoint that the run resumes from; empty at its start.
 
     Returns:
-        The same of what was loaded.
+        Origin, path and hash of the loaded base.
 
     Raises:
-        CriusError: it cannot be read, see ``open_weights``.
+        CriusError: the base cannot be read, see ``open_weights``.
         ConfigError: its hash is not the recorded one.
     """
     path, weights = open_base(config, recorded)
@@ -84,8 +84,8 @@ def load_base(
         raise ConfigError(
             f"{weights.origin} is not the base that the adapters were trained on.",
             where="--checkpoint.init_from",
-            why=f"its hash is {found['digest']}, that of the base was {recorded['digest']}",
-            fix=f"--checkpoint.init_from with the place of that one, which was {recorded['path']}",
+            why=f"its hash is {found['digest']}, the hash of the base was {recorded['digest']}",
+            fix=f"--checkpoint.init_from with the path of the base, which was {recorded['path']}",
         )
     rounded = 0
     for part in parts:
@@ -117,13 +117,13 @@ def _log_dtypes(weights: Weights, targets: Iterable[tuple[str, Tensor]]) -> None
 
 def _log_tokenizer(weights: Weights, config: RunConfig) -> None:
     if not weights.tokenizer:
-        log.warning("init: the weights come without a tokenizer: %s is taken", config.tokenizer.path)
+        log.warning("init: the weights come without a tokenizer: %s is used", config.tokenizer.path)
     elif weights.tokenizer != config.tokenizer.path:
-        log.warning("init: tokenizer %s, the weights came with %s", config.tokenizer.path, weights.tokenizer)
+        log.warning("init: tokenizer %s, but the weights came with %s", config.tokenizer.path, weights.tokenizer)
 
 
 def _record(weights: Weights, path: str) -> dict[str, str]:
-    if weights.saved:  # a run may save more of them
+    if weights.saved:  # the path of the checkpoint itself: its run may save further ones
         path = f"{weights.saved.disk.where}/{weights.saved.name}"
     place = path if "://" in path else str(Path(path).expanduser().absolute())
     origin = ascii(weights.origin)[1:-1][:MAX_TEXT]

@@ -1,6 +1,6 @@
-"""What a run reports: its steps, what a restart cost, and its summary.
+"""Reports of a run: its steps, the cost of a restart, and its summary.
 
-A step is reported when the device has its numbers and the guard let it pass.
+A step is reported when its numbers have arrived from the device and the guard has let it pass.
 """
 
 import contextlib
@@ -35,17 +35,18 @@ log = logging.getLogger("crius.train")
 
 FACTOR = 3.0
 LEAST_SECONDS = {"cpu": 10.0, "cuda": 100.0}
-"""Least limit of a phase: GPUs make steps of a second, in which a network or a file system may be gone for ten."""
+"""Lowest limit of a phase in seconds: steps on GPUs may take a second, but a network or a file system may be gone for
+ten."""
 LEAST_STEPS = 10
-_WARM_STEPS = 2  # with compilation and first allocations in them
+_WARM_STEPS = 2  # they compile and allocate
 _WINDOW = 1000
 
 
 class Pace:
-    """The times of the last steps.
+    """Times of the last steps.
 
     Args:
-        device_type: where the steps are computed.
+        device_type: type of the device that the steps run on.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -60,7 +61,7 @@ class Pace:
             self._seconds.append(seconds)
 
     def limit_seconds(self) -> float:
-        """3 times the 99th percentile, at least ``LEAST_SECONDS``; 0 while fewer than 10 steps are done."""
+        """Limit of a phase: 3 times the 99th percentile, at least ``LEAST_SECONDS``; 0 before 10 steps are done."""
         if self._done < LEAST_STEPS:
             return 0.0
         ordered = sorted(self._seconds)
@@ -68,10 +69,10 @@ class Pace:
 
 
 PACE_INTERVAL = 20
-"""Steps between looks at how long a step takes."""
+"""Steps between measurements of the time of a step."""
 
 RESCUE_SECONDS = 30.0
-"""How long a run that fails waits for the numbers of its last step: a device that hangs must not hide the failure."""
+"""Seconds that a failing run waits for the numbers of its last step: a hanging device must not hide the failure."""
 
 
 class Meter:
@@ -84,14 +85,14 @@ class Meter:
         self._seconds = self._data_seconds = 0.0
 
     def count(self, tokens: int, seconds: float, data_seconds: float) -> None:
-        """Add one step: tokens of all ranks, its seconds, and those of them spent waiting for data."""
+        """Add one step: tokens of all ranks, its seconds, and the seconds of them that it waited for data."""
         self._tokens += tokens
         self._steps += 1
         self._seconds += seconds
         self._data_seconds += data_seconds
 
     def wait(self, seconds: float) -> None:
-        """Add time of the steps since the last report that ``count`` has not had."""
+        """Add time of the steps since the last report that ``count`` did not get."""
         self._seconds += seconds
 
     def report(self, state: TrainState, lr: float, goodput: float, numbers: Mapping[str, Any]) -> StepMetrics:
@@ -123,17 +124,17 @@ class Meter:
 
 
 class Clock:
-    """Cuts the host's time into that of steps. It runs on between two steps where the device is at work on the first.
+    """Splits the host's time into steps. Between two steps it keeps running while the device works on the first.
 
-    There the host's work between steps costs the device nothing, and what it takes of a step's time must not be missing
-    from it. Where the device has done its work, on a CPU always, a step's time is that of ``Loop._step``.
+    The host's work between steps then takes none of the device's time, but the time must not be missing from the step.
+    If the device has finished its work (always on a CPU), the time of a step is the time of ``Loop._step``.
     """
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Run from here, unless it runs already."""
+        """Start the clock, unless it is running."""
         if self._since is None:
             self._since = time.monotonic()
 
@@ -144,13 +145,13 @@ class Clock:
         return self._since - before
 
     def stop(self) -> None:
-        """What passes until the next start is nobody's."""
+        """Stop the clock: time until the next start counts for no step."""
         self._since = None
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What is known of a reported step when its loss is not yet."""
+    """Facts about a reported step whose loss has not arrived yet."""
 
     state: TrainState
     lr: float
@@ -159,17 +160,17 @@ class _Report:
 
 
 class StepReports:
-    """Times the steps of one process, and writes what is reported of them.
+    """Times the steps of one process, and writes its reports.
 
     Args:
         meter: rates over the steps.
-        ledger: of this process.
-        guard: lets a step pass, or not.
-        loads: of the experts of a model that has some.
+        ledger: time ledger of this process.
+        guard: decides whether a step passes.
+        loads: loads of the experts, if the model has experts.
 
     Attributes:
-        sinks: take the records.
-        experts: their loads; None where the model has none.
+        sinks: receive the records.
+        experts: loads of the experts; None if the model has none.
     """
 
     def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard, loads: ExpertLoads | None = None) -> None:
@@ -180,34 +181,34 @@ class StepReports:
         self._unwritten: list[_Report] = []
 
     def start(self) -> float:
-        """A step begins: gives the time of the host's clock."""
+        """Begin a step; returns the time of the host's clock."""
         self._clock.start()
         return time.monotonic()
 
     def count(self, step: int, tokens: int, started: float, data_seconds: float) -> None:
-        """A step of ``tokens``, of all ranks, that ``start`` began and that waited so long for data, is done here."""
+        """End the step that ``start`` began: its ``tokens`` over all ranks, and the seconds that it waited for data."""
         self.meter.count(tokens, self._clock.lap(), data_seconds)
         self._pace.count(time.monotonic() - started)
         if step % PACE_INTERVAL == 0 or not status.limit_seconds:
             status.limit_seconds = self._pace.limit_seconds()
 
     def add(self, state: TrainState, lr: float, numbers: Mapping[str, Tensor]) -> None:
-        """Report this step when its numbers have arrived: loss, gradient norm, perhaps other metrics."""
+        """Report this step when its numbers have arrived: loss, gradient norm, and other metrics if there are any."""
         values = Late(torch.stack(list(numbers.values())))
         self._unwritten.append(_Report(copy.copy(state), lr, tuple(numbers), values))
 
     def loads(self, tokens: int) -> dict[str, Tensor]:
-        """Numbers of the experts' loads in a step of ``tokens``, of all ranks; none where nothing is known of them."""
+        """Numbers of the experts' loads in a step of ``tokens`` over all ranks; empty if they are not known."""
         return self.experts.numbers(tokens) if self.experts else {}
 
     def settle(self, step: int) -> None:
-        """Write what can be written after ``step``."""
+        """Write the reports that can be written after ``step``."""
         self._write_arrived()
         if not self._unwritten and self._guard.passed_step == step:  # nothing waits for the device
             self._clock.stop()
 
     def finish(self) -> None:
-        """Wait for the device, look at its last result, and write the reports of all steps so far.
+        """Wait for the device, check its last result, and write the reports of all steps so far.
 
         Raises:
             NonFiniteError, SpikeError: as ``UpdateGuard.check``.
@@ -217,9 +218,9 @@ class StepReports:
         self._clock.stop()
 
     def catch_up(self) -> None:
-        """Look at the result of the last step, and write its report: its time ends where the device was done with it.
+        """Check the result of the last step and write its report; its time ends when the device has finished it.
 
-        Before the guard's next update, which on a GPU can wait for the step after.
+        Call it before the guard's next update, which on a GPU can wait for the following step.
         """
         with self._ledger.phase("compute"):
             self._guard.check()
@@ -235,16 +236,16 @@ class StepReports:
 
     @contextlib.contextmanager
     def rescued(self) -> Iterator[None]:
-        """Where an error ends the run, the healthy step before it is still reported."""
+        """If an error ends the run, the healthy step before it is still reported."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(Exception):  # the device or the disk may be what failed: the first error counts
+            with contextlib.suppress(Exception):  # the device or the disk may have failed: the first error counts
                 self._rescue()
             raise
 
     def _write_arrived(self) -> None:
-        """Write those whose numbers have arrived and whose step the guard let pass: a broken one is not a record."""
+        """Write reports whose numbers have arrived and whose step the guard let pass: a broken step gets no record."""
         while self._unwritten:
             report = self._unwritten[0]
             if report.state.step > self._guard.passed_step or not report.totals.has_arrived():
@@ -259,8 +260,8 @@ class StepReports:
             self.write(self.meter.report(report.state, report.lr, self._ledger.goodput(), numbers))
 
     def _rescue(self) -> None:
-        # the guard is not asked: its report of a broken step is a collective, and other ranks may be elsewhere. Where
-        # it looks late it stops for what is not finite and for nothing else
+        # The guard is not asked: its report of a broken step is a collective, and other ranks may be elsewhere. A guard
+        # that looks at results late stops only for values that are not finite.
         for report in tuple(self._unwritten):
             if not report.totals.arrives_within(RESCUE_SECONDS):
                 return
@@ -273,15 +274,15 @@ class StepReports:
 ATTEMPTS = "attempts.json"
 LEDGER = "ledger.json"
 RECOVERIES = "recoveries.jsonl"
-"""In the folder of the logs: a line for each failure that the run has recovered from."""
+"""File in the folder of the logs, with a line for each failure that the run has recovered from."""
 
 
 class Recovery:
-    """The failure before this attempt.
+    """The failure before this attempt, and the time that it cost.
 
     Args:
-        placement: of this process; its launcher noted the attempts.
-        ledger: of this attempt; takes over that of the one before.
+        placement: place of this process; its launcher recorded the attempts.
+        ledger: time ledger of this attempt; continues the ledger of the attempt before.
     """
 
     def __init__(self, placement: Placement, ledger: TimeLedger) -> None:
@@ -301,8 +302,8 @@ class Recovery:
         """Call when the checkpoint is loaded.
 
         Args:
-            kept: the ledger in it, if it is of this command.
-            step: of it.
+            kept: time ledger in the checkpoint, if the same command saved it.
+            step: step of the checkpoint.
         """
         self._resumed = step
         if self._last:
@@ -329,7 +330,7 @@ class Recovery:
             "and checkpoint %(load_seconds).1f s, %(steps_again)d steps again; goodput %(percent).1f %%",
             found | {"percent": 100 * found["goodput"]},
         )
-        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:  # a full disk ends no run
+        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:  # ignore a full disk
             file.write(json.dumps(found) + "\n")
 
     def ready(self) -> None:
@@ -349,12 +350,12 @@ SUMMARY = "summary.json"
 
 
 def is_complete(run_dir: Path, step: int, steps: int) -> bool:
-    """Whether the run in ``run_dir`` has ended, with its last validation, after the last of ``steps`` steps.
+    """Whether the run in ``run_dir`` has ended after the last of ``steps`` steps, with its last validation.
 
     Args:
         run_dir: folder of the run.
         step: steps that are done.
-        steps: of the run.
+        steps: steps of the run.
     """
     try:
         summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
@@ -371,9 +372,9 @@ def write_summary(
     watch: PlanSink | None,
     stop_signal: int | None,
 ) -> None:
-    """Log where the time went and how the plan did, and write ``summary.json``; for rank 0.
+    """Log the use of time and the accuracy of the plan, and write ``summary.json``; for rank 0.
 
-    Of several validation sets the first is ``val_loss``, and ``validation_sets`` has all.
+    With several validation sets, ``val_loss`` is that of the first one; ``validation_sets`` has all of them.
     """
     scores = {
         one.val_set: {"val_loss": one.val_loss, "val_bits_per_byte": one.val_bits_per_byte} for one in validations

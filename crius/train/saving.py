@@ -1,4 +1,4 @@
-"""What a run saves, where, and whether its disk has room for it: looked at before step 1. No torch."""
+"""Checkpoints that a run will save, their place, and whether its disk has room: checked before step 1. No torch."""
 
 import logging
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """What a run saves.
+    """Checkpoints that a run will save.
 
     Attributes:
         where: folder or URL of the checkpoints.
-        when: the steps that are saved, in words.
-        num_bytes: size of one checkpoint, about.
-        most: checkpoints that lie there at the same time, at most.
-        present: checkpoints that lie there now.
-        free_bytes: what the disk can still take; None where that is not known.
-        is_saved: the last step lies there already: nothing is left to train, and nothing to save.
+        when: steps that are saved, in words.
+        num_bytes: approximate size of one checkpoint.
+        most: most checkpoints that exist at the same time.
+        present: checkpoints that exist now.
+        free_bytes: free bytes of the disk; None if that is not known.
+        is_saved: whether the last step is already saved, so that nothing is left to train or save.
     """
 
     where: str
@@ -41,7 +41,7 @@ class SavePlan:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that the disk lacks for all that will lie there; 0 where it has room, or does not say."""
+        """Bytes that the disk lacks for all checkpoints; 0 if it has room, or if its room is not known."""
         needed = self.num_bytes * max(1, self.most - self.present)
         return 0 if self.free_bytes is None or self.is_saved else max(0, needed - self.free_bytes)
 
@@ -54,13 +54,13 @@ class SavePlan:
 
 
 def save_plan(config: RunConfig, run_dir: Path) -> SavePlan | None:
-    """What ``config`` saves in its run folder; None where it saves nothing."""
+    """Checkpoints that ``config`` saves; None if it saves nothing."""
     checkpoint, steps = config.checkpoint, config.training.steps
     if not checkpoint.is_enabled:
         return None
     folder = CheckpointFolder(open_disk(checkpoint_folder(config, run_dir)))
     saves = steps // checkpoint.interval if checkpoint.interval else steps if checkpoint.interval_minutes else 0
-    kept = max(checkpoint.keep_last, FEWEST) + 1  # a new one is whole before an old one goes
+    kept = max(checkpoint.keep_last, FEWEST) + 1  # an old one is removed after a new one is complete
     goes_back = checkpoint.load_step >= 0 and not checkpoint.load_path
     present = folder.steps()
     kept += steps // checkpoint.keep_every if checkpoint.keep_every else 0
@@ -78,10 +78,10 @@ def save_plan(config: RunConfig, run_dir: Path) -> SavePlan | None:
 
 
 def log_save_plan(config: RunConfig, run_dir: Path) -> None:
-    """Say what will be saved and where, or that nothing will be."""
+    """Log which checkpoints will be saved and where, or that none will be."""
     plan = save_plan(config, run_dir)
     if plan is None:
-        log.info("checkpoints: nothing will be saved, for checkpoint.enable is off")
+        log.info("checkpoints: nothing will be saved, because checkpoint.enable is off")
     else:
         log.log(logging.WARNING if plan.missing_bytes else logging.INFO, "checkpoints: %s", plan.line())
 
@@ -90,7 +90,7 @@ def check_space(config: RunConfig, run_dir: Path) -> None:
     """Refuse a run whose disk has no room for one checkpoint.
 
     Raises:
-        EnvironmentError: with the sizes.
+        EnvironmentError: the disk has no room; the message has the sizes.
     """
     plan = save_plan(config, run_dir)
     if plan is None or plan.free_bytes is None or plan.is_saved or plan.free_bytes >= plan.num_bytes:
@@ -104,11 +104,11 @@ def check_space(config: RunConfig, run_dir: Path) -> None:
 
 
 def checkpoint_bytes(config: RunConfig, facts: ModelDescription) -> int:
-    """Bytes of a checkpoint, about: what is trained and the moments of the optimizer; the rest is small."""
-    moment = 2 if config.optimizer.state_dtype == "bfloat16" else 4  # those in 8 bits are saved as float32
+    """Approximate bytes of a checkpoint: the trained weights and the moments of the optimizer; the rest is small."""
+    moment = 2 if config.optimizer.state_dtype == "bfloat16" else 4  # 8-bit moments are saved as float32
     total = facts.num_trained
     moments = 2 * total
-    if config.optimizer.name == "muon":  # it has one for the matrices of the layers
+    if config.optimizer.name == "muon":  # Muon has one moment for the matrices of the layers
         moments -= facts.matmul_parameters - facts.vocab_size * facts.dim
     return total * ITEMSIZE[config.training.dtype] + moments * moment
 

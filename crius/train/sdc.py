@@ -1,8 +1,8 @@
-"""Silent data corruption: work that is repeated and replicas that are compared, bit by bit.
+"""Silent data corruption: repeats work and compares replicas, bit by bit.
 
-Two checks, each every so many steps. One computes the first microbatch of the step twice before the step, with the same
-random numbers, and compares the loss and each FSDP unit's gradient, as this rank has it before it is summed with those
-of others. The other compares the weights and buffers of ranks that hold the same shard.
+Two checks, each with its interval of steps. One computes the first microbatch of a step twice before the step, with the
+same random numbers, and compares the loss and each FSDP unit's gradient on this rank, before gradients are summed over
+ranks. The other compares the weights and buffers of ranks with the same shard.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from crius.train.step import Accumulation, Runner
 
 log = logging.getLogger("crius.train")
 
-FIX = "leave that host out and start again: a run with --checkpoint.enable goes on from its last good step"
+FIX = "leave out that host and restart: a run with --checkpoint.enable continues from its last good step"
 
 Named = Sequence[tuple[str, Tensor]]
 
 
 class Recompute:
-    """Computes a microbatch twice and compares what came out.
+    """Computes a microbatch twice and compares the results.
 
     Args:
-        runner: of the whole model.
-        units: what sums the gradients of each FSDP unit, by its name, in the order of the forward pass.
-        parameters: of this rank.
+        runner: runner of the whole model.
+        units: sums the gradients of each FSDP unit, by its name, in the order of the forward pass.
+        parameters: parameters of this rank.
         world: all ranks.
     """
 
@@ -56,10 +56,10 @@ class Recompute:
         self._parameters = [parameter for _, parameter in parameters]  # while they are sharded
 
     def check(self, step: int, batch: Batch) -> None:
-        """Compare; weights, gradients and random numbers are as before.
+        """Compare. Weights, gradients and random numbers stay as before.
 
         Raises:
-            CorruptionError: a rank computed something else the second time; the same on every rank.
+            CorruptionError: a rank computed something else the second time; raised on every rank.
         """
         before = streams(self._world.device)
         first = self._once(batch)
@@ -90,11 +90,11 @@ class Recompute:
         for rank in differs.any(dim=1).nonzero().flatten().tolist():
             wrong = [name for name, is_wrong in zip(names, differs[rank, 1:].tolist(), strict=True) if is_wrong]
             parts = ["loss"] if differs[rank, 0] else []
-            # the backward pass runs from the last unit to the first, and takes what is wrong along
+            # the backward pass runs from the last unit to the first, and a wrong gradient spreads with it
             parts += [f"gradients of {len(wrong)} of {len(names)} units, first {wrong[-1]}"] if wrong else []
             found.append(f"rank {rank} on host {hosts[rank]}: {' and '.join(parts)}")
         raise CorruptionError(
-            f"step {step}, computed twice, is not the same the second time: {'; '.join(found)}.",
+            f"step {step}, computed twice, gave different results: {'; '.join(found)}.",
             where="--sdc.recompute_interval",
             why="same weights, samples and random numbers: a device, its memory or a kernel is at fault",
             fix=FIX,
@@ -102,13 +102,14 @@ class Recompute:
 
 
 class Replicas:
-    """Compares the weights and buffers of ranks that hold the same shard.
+    """Compares the weights and buffers of ranks with the same shard.
 
     Args:
-        state: of this rank, by their names in the whole model.
-        names: those to compare, the same on each rank, which has some of them; twice, if a rank may have two copies.
+        state: weights and buffers of this rank, by their names in the whole model.
+        names: names to compare, the same on each rank, which has some of them; a name occurs twice if a rank may have
+            two copies.
         world: all ranks.
-        where: what asks for it.
+        where: setting that asks for it.
     """
 
     def __init__(self, state: Named, names: Sequence[str], world: World, where: str) -> None:
@@ -134,7 +135,7 @@ class Replicas:
         """Compare.
 
         Raises:
-            CorruptionError: replicas of a weight differ; the same on every rank.
+            CorruptionError: replicas of a weight differ; raised on every rank.
         """
         device = self._world.device
         rows = torch.zeros((self._num_places, 3), dtype=torch.int64, device=device)  # start + 1 of the shard, its hash
@@ -163,23 +164,23 @@ class Replicas:
         held_by = ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in ranks)
         others = "the other replicas" if len(wrong) == 1 else "each other"
         raise CorruptionError(
-            f"after step {step} replicas of {name}{more} differ: {held_by}: not the bits of {others}.",
+            f"after step {step} replicas of {name}{more} differ: {held_by}: other bits than {others}.",
             where=self._where,
-            why="replicas make the same updates: a device, its memory or the network changed a number. Of two, "
-            "nobody knows which",
+            why="replicas make the same updates: a device, its memory or the network changed a number. If two "
+            "differ, either may be wrong",
             fix=FIX,
         )
 
 
 def build_copies(job: Job, parameters: Named) -> Replicas | None:
-    """Compares the two copies of each weight that the first and the last stage share; None where there are none."""
+    """Comparison of the two copies of each weight that the first and the last stage share; None if there are none."""
     names = job.copied
-    where = "a tied weight, of which the first and the last pipeline stage have a copy each"
+    where = "a tied weight: the first and the last pipeline stage have a copy each"
     return Replicas(parameters, [*names, *names], job.ranks, where) if names else None
 
 
 def odd_ones(held: Sequence[tuple[int, tuple[int, ...]]]) -> list[int]:
-    """The ranks whose hash is not that of the majority; all of them where there is none, nobody where all agree."""
+    """The ranks whose hash differs from the majority's; all ranks if there is no majority, none if all agree."""
     counts = Counter(bits for _, bits in held).most_common()
     if len(counts) == 1:
         return []
@@ -188,12 +189,12 @@ def odd_ones(held: Sequence[tuple[int, tuple[int, ...]]]) -> list[int]:
 
 
 class SdcCheck:
-    """The checks that are on, at their steps; says what the first of each took.
+    """The checks that are on, run at their steps. The first run of each logs its time.
 
     Args:
-        config: with the steps from one check to the next.
-        recompute: None where it is off.
-        replicas: None where it is off.
+        config: has the steps from one check to the next.
+        recompute: None if it is off.
+        replicas: None if it is off.
     """
 
     def __init__(self, config: SdcConfig, recompute: Recompute | None, replicas: Replicas | None) -> None:
@@ -211,7 +212,7 @@ class SdcCheck:
                 self._recompute.check(step, batch)
 
     def after_step(self, step: int) -> None:
-        """Call when the weights have the update of ``step``.
+        """Call when the update of ``step`` is in the weights.
 
         Raises:
             CorruptionError: replicas of a weight differ.
@@ -224,18 +225,18 @@ class SdcCheck:
     def _timed(self, result: str, interval: int) -> Iterator[None]:
         begin = time.monotonic()
         yield
-        if result not in self._said:  # the check waited for the device, so this is its time
+        if result not in self._said:  # the check waited for the device, so the time is complete
             self._said.add(result)
             log.info("sdc: %s, took %.3f s, every %d steps", result, time.monotonic() - begin, interval)
 
 
 def build_sdc(job: Job, built: Built, runner: Runner) -> SdcCheck:
-    """The checks of ``[sdc]``; prints what they will cost.
+    """The checks of ``[sdc]``; logs their cost.
 
     Args:
         job: the run.
         built: the model.
-        runner: of ``built``; an ``Accumulation`` where a microbatch is to be computed twice.
+        runner: runner of ``built``; an ``Accumulation`` if a microbatch is to be computed twice.
     """
     sdc, recompute, replicas = job.config.sdc, None, None
     if sdc.recompute_interval:
@@ -245,13 +246,13 @@ def build_sdc(job: Job, built: Built, runner: Runner) -> SdcCheck:
         shown = show_gradients(model, units, job.mesh, job.config.training)
         recompute = Recompute(runner, shown, named_parameters(built.parts), job.ranks)
         share = 2 / (sdc.recompute_interval * job.sizes.accumulation)
-        cost = f"2 microbatches more, about {100 * share:.2g} % of the time"
+        cost = f"2 more microbatches, about {100 * share:.2g} % of the time"
         log.info("sdc: recompute every %d steps: %s", sdc.recompute_interval, cost)
     if sdc.replica_interval:
         names = [*job.facts.state_names, *job.copied]
         replicas = Replicas(named_state(built.parts), names, job.ranks, "--sdc.replica_interval")
         log.info(
-            "sdc: replicas compared every %d steps: hashes of %.1f MiB a rank, no weights are sent",
+            "sdc: replicas compared every %d steps: hashes of %.1f MiB per rank, no weights are sent",
             sdc.replica_interval,
             replicas.nbytes / 2**20,
         )

@@ -1,4 +1,4 @@
-"""What a process of a run sets up, and what it decides for its machine: logs, kernels, the profiler, dtypes."""
+"""Setup of a process of a run, and decisions for its machine: logs, kernels, the profiler, dtypes."""
 
 import contextlib
 import functools
@@ -48,16 +48,16 @@ log = logging.getLogger("crius.train")
 STARTS = "starts.jsonl"
 
 MARKED = "is_marked"
-"""Attribute of a record that shows what is trained on: marked in files, coloured on a terminal."""
+"""Attribute of a log record with conversations or text that is trained on: marked in files, coloured on a terminal."""
 
 _MEMORY_EVENTS = 100_000
-"""Of CUDA's allocator that are kept: some steps of a large model, and a file of tens of MB."""
+"""Events of CUDA's allocator that are kept: some steps of a large model, and a file of tens of MB."""
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints to whatever ``sys.stdout`` is now, so that a progress bar can redirect it.
+    """Prints to the current ``sys.stdout``, so that a progress bar can redirect it.
 
-    A terminal that was closed, or a disk that is full, ends no run: what cannot be printed is lost.
+    A closed terminal or a full disk does not end the run: lines that cannot be printed are lost.
     """
 
     _has_failed = False
@@ -74,7 +74,7 @@ class _ConsoleHandler(logging.Handler):
             sys.stdout.flush()
         except OSError as error:
             if not self._has_failed:
-                self._has_failed = True  # before the next line, which comes here too
+                self._has_failed = True  # before the warning, which comes here too
                 log.warning("standard output cannot be written (%s): its lines are lost", error.strerror or error)
 
 
@@ -83,7 +83,7 @@ class _FileHandler(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._file = RunFile(path, self._warn, "its lines are lost, and the run goes on")
+        self._file = RunFile(path, self._warn, "its lines are lost, and the run continues")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Add one line."""
@@ -100,7 +100,7 @@ class _FileHandler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    """Takes secrets and control characters out of lines, and out of the tracebacks that belong to them."""
+    """Removes secrets and control characters from lines and from their tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line that is printed."""
@@ -111,9 +111,9 @@ def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:
     """Route the lines of the ``crius`` loggers.
 
     Args:
-        rank: 0 speaks; others keep to warnings, with their rank and host before them.
+        rank: rank 0 logs; other ranks only warn, with their rank and host in front.
         run_dir: run folder; rank 0's lines also go to ``logs/rank-0.log``.
-        is_own_file: standard output of this rank is its own log file already.
+        is_own_file: whether standard output of this rank already is its own log file.
     """
     logger = logging.getLogger("crius")
     for handler in list(logger.handlers):
@@ -131,14 +131,14 @@ def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:
 
 
 def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
-    """The kernels that ``config`` takes on ``device``.
+    """The kernels that ``config`` uses on ``device``.
 
     Args:
         config: the run.
-        device: of this process; of a GPU that is stood in for, one without an index.
+        device: device of this process; a GPU without an index stands for one that is not here.
 
     Raises:
-        ConfigError: what is asked for by name does not run there.
+        ConfigError: a kernel that is asked for by name does not run there.
     """
     asked = config.kernels
     is_at_hand = device.type == "cuda" and device.index is not None
@@ -157,26 +157,26 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
 
 
 def most_documents(config: RunConfig) -> int:
-    """Documents of a row up to which attention goes by their ends, with the kernels of this process; 0: never."""
+    """Most documents of a row for which this process's attention goes by the ends of documents; 0: never."""
     order = choice.current().attention
     if "varlen" not in order:
         return 0
-    # each one costs the kernel a block of memory and of threads, whatever its length
-    # under training.reproducible the kernel of a row must not depend on the other rows of its rank
+    # each document takes a block of memory and of threads, whatever its length under training.reproducible the kernel
+    # of a row must not depend on the other rows of its rank
     always = order == ("varlen",) or config.training.reproducible
     return config.training.seq_len if always else max(1, config.training.seq_len // TOKENS_PER_DOCUMENT)
 
 
 TOKENS_PER_DOCUMENT = 64
-"""Of a row on average, from which on attention goes by the ends of documents unless asked for."""
+"""Tokens per document, on average over a row, from which on attention goes by the ends of documents by default."""
 
 
 _interrupted: list[str] = []
-"""The phase in which a compilation began."""
+"""The phase in which the compilation began."""
 
 
 def beat_while_compiling() -> None:
-    """Tell the watchdog of each compilation in this process while it lasts: a late one takes 20 to 60 s on a GPU."""
+    """Tell the watchdog of each compilation in this process while it runs: a late one takes 20 to 60 s on a GPU."""
     if _begin_compilation not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_begin_compilation)
         callback_handler.register_end_callback(_end_compilation)
@@ -192,13 +192,13 @@ def _end_compilation(*_: object) -> None:
 
 
 def record_memory(config: ProfilerConfig, device: torch.device) -> None:
-    """Have CUDA's allocator note what it does, where that is asked for. Call it before anything is allocated."""
+    """Record what CUDA's allocator does, if asked for. Call it before any memory is allocated."""
     if config.memory_snapshot and device.type == "cuda":
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MEMORY_EVENTS)
 
 
 def write_memory_snapshot(path: Path) -> None:
-    """Write what the allocator noted, for pytorch.org/memory_viz; what cannot be written is lost, with a warning."""
+    """Write the allocator's record, for pytorch.org/memory_viz. If it cannot be written, it is lost with a warning."""
     _keep("memory snapshot", path, torch.cuda.memory._dump_snapshot)
 
 
@@ -208,7 +208,7 @@ def _keep(what: str, path: Path, write: Callable[[str], object]) -> None:
         write(str(path))
         log.info("%s: %s", what, path)
     except (OSError, RuntimeError) as error:
-        log.warning("%s %s cannot be written, and is lost: %s", what, path, error)
+        log.warning("%s %s cannot be written and is lost: %s", what, path, error)
 
 
 def place_in_window(config: ProfilerConfig, index: int) -> int:
@@ -221,7 +221,7 @@ def place_in_window(config: ProfilerConfig, index: int) -> int:
 
 
 def _action(config: ProfilerConfig, index: int) -> ProfilerAction:
-    """What the profiler does in a step: it warms up in the one before a window, where there is one."""
+    """Action of the profiler in a step: it warms up in the step before a window, if there is one."""
     place = place_in_window(config, index)
     if 0 <= place < config.num_steps:
         return ProfilerAction.RECORD_AND_SAVE if place == config.num_steps - 1 else ProfilerAction.RECORD
@@ -229,7 +229,8 @@ def _action(config: ProfilerConfig, index: int) -> ProfilerAction:
 
 
 class _Marks:
-    """NVTX ranges, one for each phase of a step. They belong to a thread: beats of others, and in a phase, are none."""
+    """NVTX ranges, one for each phase of a step. Ranges belong to a thread, so beats of other threads, and beats within
+    a phase, are ignored."""
 
     def __init__(self) -> None:
         self._last: tuple[int | None, str] | None = None
@@ -237,18 +238,18 @@ class _Marks:
     def __call__(self, step: int | None, phase: str) -> None:
         if threading.current_thread() is threading.main_thread() and (step, phase) != self._last:
             self._last = (step, phase)
-            torch.cuda.nvtx.range_pop()  # of the phase before; without one it does nothing
+            torch.cuda.nvtx.range_pop()  # of the phase before; without a range it does nothing
             torch.cuda.nvtx.range_push(f"{phase} {step}")
 
 
 @contextmanager
 def profiler(config: ProfilerConfig, run_dir: Path, rank: int, device_type: str) -> Iterator[Callable[[int], None]]:
-    """Call what this yields after each step with its number: it writes what is recorded of each window of steps.
+    """Gives a function to call after each step with its number, which writes the records of each window of steps.
 
     Args:
-        config: what is recorded, and when.
+        config: what to record, and when.
         run_dir: gets ``traces/step-N/rank-R.json`` and ``rank-R.memory.pickle``.
-        rank: of this process.
+        rank: rank of this process.
         device_type: ``cuda`` or ``cpu``, where snapshots of CUDA's memory and NVTX ranges have no effect.
     """
     on_gpu, first, index = device_type == "cuda", 0, 0
@@ -296,28 +297,29 @@ class Fit(Protocol):
     def __call__(
         self, config: RunConfig, facts: ModelDescription, machine: Machine, budget: float
     ) -> tuple[dict[str, Any], str]:
-        """Decide: dotted fields and their values, and why.
+        """Decide: dotted fields with their values, and the reason.
 
         Args:
             config: the run.
-            facts: of its model.
-            machine: where it is.
-            budget: bytes of a rank that may be planned with.
+            facts: description of its model.
+            machine: machine of the run.
+            budget: bytes of a rank that the plan may use.
         """
 
 
 def decide(config: RunConfig, facts: ModelDescription, machine: Machine, ranks: World, fit: Fit | None) -> RunConfig:
-    """``config`` with the recomputation and the microbatch that its ranks agree on; says in which dtype they compute.
+    """``config`` with the recomputation and the microbatch that its ranks agree on; logs the dtype that they compute
+    in.
 
     Args:
         config: the run, resolved; its rules have been checked.
-        facts: of its model.
-        machine: of this rank.
-        ranks: all ranks, which take what the first one decides for the least memory of them.
+        facts: description of its model.
+        machine: machine of this rank.
+        ranks: all ranks; the first decides for all, for the least memory of any.
         fit: decides what is left open; without it nothing is recomputed.
 
     Raises:
-        ConfigError: another rank computes in another dtype, or compiles where this one does not.
+        ConfigError: another rank computes in another dtype, or compiles and this rank does not.
     """
     for name in ("training.mixed_precision_param", "compile.enable"):
         _check_alike(config, name, ranks)
@@ -336,7 +338,7 @@ def decide(config: RunConfig, facts: ModelDescription, machine: Machine, ranks: 
 
 
 def _check_alike(config: RunConfig, name: str, ranks: World) -> None:
-    """Refuse ranks of which one differs in a setting that each machine decides: they would hang, or compute apart."""
+    """Refuse ranks that differ in a setting that each machine decides: they would hang, or compute other numbers."""
     found: list[str] = ranks.gather_json(str(flatten(config)[name]).lower())
     if len(set(found)) == 1:
         return
@@ -344,13 +346,13 @@ def _check_alike(config: RunConfig, name: str, ranks: World) -> None:
     raise ConfigError(
         f"{name} differs between ranks: {first}.",
         where=f"--{name}",
-        why="what is not given is decided on each machine, by what it has",
-        fix=f"the same on all of them, e.g. --{name} {found[0]}",
+        why="each machine decides a setting that is not given, by its own hardware",
+        fix=f"give the same value on all ranks, e.g. --{name} {found[0]}",
     )
 
 
 def _memory(ranks: World) -> float:
-    """Bytes that a rank can have, the least over all ranks: of its GPU, or its share of what its host has free."""
+    """Bytes that a rank can have: memory of its GPU, or its share of the host's free memory; the least of any rank."""
     if ranks.device.type == "cuda":
         own = float(torch.cuda.get_device_properties(ranks.device).total_memory)
         return min(ranks.gather_json(own))

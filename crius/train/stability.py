@@ -1,4 +1,4 @@
-"""Steps that are not finite or spike: how they are found, and the incident that is written of them."""
+"""Steps with values that are not finite or spike: how they are found, and the incident file about them."""
 
 import itertools
 import json
@@ -22,20 +22,20 @@ from crius.train.step import StepResult
 log = logging.getLogger("crius.train")
 
 
-# The least standard deviation, as a share of the mean. A window of nearly equal values would make a spike of every
-# ripple; these make a spike, at z 6, of at least 12 % more loss or 2.2 times the gradient norm (docs/stability.md).
+# Lowest standard deviation, as a share of the mean. In a window of nearly equal values every ripple would be a spike.
+# With these floors a spike at z 6 has at least 12 % more loss or 2.2 times the gradient norm (docs/stability.md).
 FLOORS = {"loss": 0.02, "grad_norm": 0.2}
-LEAST_SEEN = 5  # a standard deviation of fewer values says nothing
+LEAST_SEEN = 5  # a standard deviation of fewer values has no meaning
 
 
 @dataclass(frozen=True)
 class Score:
-    """A value against the window of the steps before.
+    """A value compared with the window of the steps before.
 
     Attributes:
-        value: of this step.
-        mean: running mean, of the last fifth of the window.
-        std: standard deviation that a step has around it, or the floor where that is larger.
+        value: value of this step.
+        mean: running mean over the last fifth of the window.
+        std: standard deviation of a step around the mean, or the floor if that is larger.
     """
 
     value: float
@@ -51,16 +51,17 @@ class Score:
 
 
 class SpikeMonitor:
-    """Running z-scores of loss and gradient norm, upwards only, over the values that were accepted.
+    """Running z-scores of loss and gradient norm, upwards only, over the accepted values.
 
-    The early steps are what it is for, where the loss falls by half in the time of a window. So the mean is that of the
-    last fifth of the window, and the deviation comes from the differences of successive steps, in which the fall hardly
-    shows (von Neumann 1941, doi:10.1214/aoms/1177731677): that of all values around their mean would be as large as
-    the fall, and hide a loss that trebles.
+    The monitor matters most in the early steps, where the loss falls by half within a window. So the mean is taken over
+    the last fifth of the window, and the deviation over the differences of successive steps, in which the fall hardly
+    shows (von Neumann 1941, doi:10.1214/aoms/1177731677). The deviation of all values around their mean would be as
+    large as the fall, and would hide a loss that trebles.
 
     Args:
-        zscore: a spike is so many standard deviations above the mean.
-        window: values to keep; a fifth of them, and at least 5, are only observed, and are what the mean is over.
+        zscore: standard deviations above the mean from which on a value is a spike.
+        window: number of values to keep. The mean is taken over the last fifth of them, at least 5; the same number of
+            first values is only observed.
     """
 
     def __init__(self, zscore: float, window: int) -> None:
@@ -69,7 +70,7 @@ class SpikeMonitor:
         self._least = max(LEAST_SEEN, -(-window // 5))
 
     def score(self, loss: float, grad_norm: float) -> dict[str, Score]:
-        """Loss and gradient norm of a step by name; empty while too few steps were seen. Both have to be finite."""
+        """Scores of loss and gradient norm, which must be finite, by name; empty while too few steps were seen."""
         if len(self._seen["loss"]) < self._least:
             return {}
         return {
@@ -78,11 +79,11 @@ class SpikeMonitor:
         }
 
     def spikes(self, scores: dict[str, Score]) -> list[str]:
-        """Which of ``scores`` are spikes."""
+        """Names of the ``scores`` that are spikes."""
         return [name for name, score in scores.items() if score.z >= self._zscore]
 
     def accept(self, loss: float, grad_norm: float) -> None:
-        """Take the values of a step into the window."""
+        """Add the values of a step to the window."""
         self._seen["loss"].append(loss)
         self._seen["grad_norm"].append(grad_norm)
 
@@ -96,7 +97,7 @@ class SpikeMonitor:
         return {name: list(seen) for name, seen in self._seen.items()}
 
     def load(self, state: dict[str, list[float]]) -> None:
-        """Take back what ``state`` gave; the window starts anew where it is of other values than these."""
+        """Restore what ``state`` returned; a state of other values than loss and gradient norm restarts the window."""
         for name, seen in self._seen.items():
             seen.clear()
             seen.extend(state[name] if state.keys() == self._seen.keys() else ())
@@ -105,22 +106,22 @@ class SpikeMonitor:
 def _score(value: float, seen: list[float], num_last: int, floor: float) -> Score:
     mean = statistics.fmean(seen[-num_last:])
     variance = statistics.fmean((late - early) ** 2 for early, late in itertools.pairwise(seen)) / 2
-    std = math.sqrt(variance * (1 + 1 / num_last))  # of a value, and of the mean that it is compared with
+    std = math.sqrt(variance * (1 + 1 / num_last))  # of a value and of the mean together
     return Score(value, mean, max(std, floor * abs(mean)))
 
 
-_NUM_RANKS = 4  # that a message names
+_NUM_RANKS = 4  # in a message
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where a value that is not finite was found.
+    """Place where a value that is not finite was found.
 
     Attributes:
-        ranks: those with such a loss, else those whose own backward pass had such a gradient; empty where only the sum
+        ranks: ranks with such a loss, else ranks whose own backward pass had such a gradient; empty if only the sum
             over ranks shows it.
-        gradient: the first parameter, in the order of the backward pass, with such a gradient.
-        weights: parameters that hold such values themselves.
+        gradient: first parameter, in the order of the backward pass, with such a gradient.
+        weights: parameters that themselves have such values.
         samples: sequences that may have caused it.
     """
 
@@ -138,14 +139,14 @@ class Culprit:
 
 
 class IncidentReporter:
-    """Writes one file an incident. Every rank has to call it: norms and samples are gathered from all.
+    """Writes one file per incident. Every rank must call it: norms and samples are gathered from all ranks.
 
     Args:
-        names: the parameters of the whole model, in order.
-        own_names: those of this rank; it may have two copies of one.
+        names: names of the parameters of the whole model, in order.
+        own_names: names of this rank's parameters; it may have two copies of one.
         squared_weight_norms: this rank's share of the squared norm of each of its parameters.
         world: all ranks.
-        folder: where the files go; made with the first one.
+        folder: folder of the files; created with the first file.
     """
 
     def __init__(
@@ -168,11 +169,11 @@ class IncidentReporter:
         return self._folder / f"step-{step}.json"
 
     def nonfinite(self, result: StepResult, facts: Mapping[str, Any]) -> Culprit:
-        """Report a loss or gradient that is not finite, with where it was found.
+        """Report a loss or gradient that is not finite, with the place where it was found.
 
         Args:
-            result: of the step.
-            facts: what goes first into the file.
+            result: result of the step.
+            facts: first entries of the file.
         """
         losses = _not_finite(self._world.gather(result.local_losses))  # (ranks, microbatches)
         squared_grads, squared_weights = self._squared_norms(result)
@@ -204,9 +205,9 @@ class IncidentReporter:
         """Report a loss or gradient norm that jumped.
 
         Args:
-            result: of the step.
-            scores: of its loss and gradient norm.
-            facts: what goes first into the file.
+            result: result of the step.
+            scores: scores of its loss and gradient norm.
+            facts: first entries of the file.
         """
         squared_grads, squared_weights = self._squared_norms(result)
         found = {
@@ -219,10 +220,10 @@ class IncidentReporter:
         self._write(result, {**facts, **found}, squared_grads, squared_weights)
 
     def _bad_backward(self, result: StepResult, bad_grads: Tensor) -> Tensor:
-        """Which ranks brought a gradient that is not finite themselves, bool ``(ranks,)``.
+        """Ranks whose own backward pass had a gradient that is not finite, bool ``(ranks,)``.
 
         Args:
-            result: of the step.
+            result: result of the step.
             bad_grads: where the summed gradients are not finite, bool ``(ranks, parameters)``.
         """
         if result.local_peak is not None:
@@ -231,14 +232,14 @@ class IncidentReporter:
                 return guilty
         bad = bad_grads.any(dim=0).nonzero()
         holders = bad_grads[:, int(bad.max())] if len(bad) else bad_grads.new_zeros(len(bad_grads))
-        return holders & (holders.sum() == 1)  # several have it from their sum
+        return holders & (holders.sum() == 1)  # several ranks have it from their sum
 
     def _squared_norms(self, result: StepResult) -> tuple[Tensor, Tensor]:
         """Each rank's share of the squared norms of gradients and of weights, both ``(ranks, all parameters)``."""
         return self._gathered(result.squared_norms), self._gathered(self._squared_weight_norms())
 
     def _gathered(self, values: Tensor) -> Tensor:
-        """Values of each rank's parameters at their places among all parameters of the model, 0 elsewhere."""
+        """Values of each rank's parameters, placed among all parameters of the model, 0 elsewhere."""
         spread = values.new_zeros(len(self._names))
         spread.index_add_(0, torch.tensor(self._places, device=values.device), values)
         return self._world.gather(spread)
@@ -270,7 +271,7 @@ def layer_of(name: str) -> str:
 
 
 def to_json(report: Mapping[str, Any]) -> str:
-    """JSON with one line a key, and one an entry where the entries are objects. A float that is not finite is text."""
+    """JSON with one line per key, and one line per entry of a list of objects. A float that is not finite is text."""
     return "{\n" + ",\n".join(f'  "{key}": {_value(value)}' for key, value in report.items()) + "\n}\n"
 
 
@@ -287,7 +288,7 @@ def _finite(value: Any) -> Any:
 
 
 def _norms(squares: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
-    """Norms by name, the largest gradient first, and before it those that are not finite."""
+    """Norms by name: gradients that are not finite first, then the largest."""
     rows = [
         {"name": name, "grad_norm": math.sqrt(grad), "weight_norm": math.sqrt(weight)}
         for name, (grad, weight) in squares.items()
@@ -300,5 +301,5 @@ def _not_finite(values: Tensor) -> Tensor:
 
 
 def _sorted(samples: Tensor) -> list[int]:
-    """Each of them once: ranks of one tensor-parallel or pipeline group have the same ones. Padding is left out."""
+    """Sorted sample ids without padding, each once: ranks of a tensor-parallel or pipeline group share samples."""
     return sorted({number for number in samples.flatten().tolist() if number >= 0})

@@ -1,4 +1,5 @@
-"""What training changes: the state of a run, its random streams, snapshots of it, and what follows an update."""
+"""Everything that training changes: the state of a run, its random streams, snapshots of it, and work after an
+update."""
 
 import random
 import zlib
@@ -22,15 +23,15 @@ COUNTERS = ("step", "tokens", "updates", "skipped_steps", "rolled_back_steps")
 
 @dataclass
 class TrainState:
-    """Everything that training changes; what a checkpoint has to hold.
+    """Everything that training changes, and that a checkpoint must contain.
 
     Attributes:
-        parts: the stages of the model that this rank holds; one, the whole model, without pipeline parallelism.
-        step: steps done, one batch each, whether its update was applied or not.
+        parts: stages of the model on this rank; without pipeline parallelism one, the whole model.
+        step: steps that are done, one batch each, with or without an update.
         tokens: tokens of those batches, over all ranks.
-        updates: updates in the weights, which the schedule goes by; fewer than ``step`` where some were left out.
+        updates: updates of the weights, which the schedule counts; fewer than ``step`` if some were left out.
         skipped_steps: steps whose update was left out.
-        rolled_back_steps: steps whose update was lost when the weights of a snapshot came back.
+        rolled_back_steps: steps whose update was lost when a snapshot was restored.
     """
 
     parts: list[nn.Module]
@@ -43,11 +44,11 @@ class TrainState:
     rolled_back_steps: int = 0
 
     def counters(self) -> dict[str, int]:
-        """All that is counted, by name."""
+        """All counters, by name."""
         return {name: getattr(self, name) for name in COUNTERS}
 
     def restore(self, counters: Mapping[str, int]) -> None:
-        """Take back what ``counters`` gave; what it lacks stays 0, and one update a step is assumed."""
+        """Restore what ``counters`` returned. Missing counters stay 0; missing updates count as one per step."""
         for name in COUNTERS:
             setattr(self, name, counters.get(name, counters.get("step", 0) if name == "updates" else 0))
 
@@ -55,7 +56,7 @@ class TrainState:
         """Give each parameter group its learning rate for the next update.
 
         Args:
-            peak: learning rate that the schedule's factor is of.
+            peak: peak learning rate, which the schedule's factor multiplies.
 
         Returns:
             The learning rate of a group whose own factor, ``lr_factor``, is 1.
@@ -70,7 +71,7 @@ _PYTHON_VERSION = 3  # of random.getstate()
 
 
 def seed_streams(device: torch.device, *words: int | str) -> None:
-    """Start all streams from ``words``: a seed, a rank and what else tells this stream from others."""
+    """Start all streams from ``words``: a seed, a rank and other words that tell streams apart."""
     seed = zlib.crc32(repr(words).encode())
     random.seed(seed)
     np.random.seed(seed)
@@ -97,7 +98,7 @@ def streams(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_streams(found: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what ``streams`` gave."""
+    """Restore what ``streams`` returned."""
     torch.set_rng_state(found["cpu"])
     *words, has_gauss = found["python"].tolist()
     random.setstate((_PYTHON_VERSION, tuple(words), found["python_gauss"].item() if has_gauss else None))
@@ -113,13 +114,13 @@ _Copies = dict[str, Tensor]
 class Snapshot:
     """Copies of this rank's parameter shards and buffers, and of the optimizer's state for them.
 
-    The state is what ``optimizer.state`` holds by parameter: tensors of any kind that says what it is made of (DTensor,
-    torchao's 8-bit states), and values that are no tensors. It is restored in place, so that whatever refers to the
-    tensors goes on to; an entry that came after the snapshot is removed.
+    The state is what ``optimizer.state`` has per parameter: tensors, also of classes that list their parts (DTensor,
+    torchao's 8-bit states), and values that are not tensors. It is restored in place, so that references to the tensors
+    stay valid; an entry that came after the snapshot is removed.
 
     Args:
         tensors: parameters and buffers of this rank.
-        optimizer: that updates the parameters.
+        optimizer: optimizer of the parameters.
     """
 
     def __init__(self, tensors: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -130,7 +131,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what is there now over what was copied before. Waits for the device."""
+        """Copy the present state over the last copy. Waits for the device."""
         none: list[dict[str, Any]] = [{}] * len(self._tensors)
         self._copied = [_copies(tensor, old) for tensor, old in zip(self._tensors, self._copied or none, strict=True)]
         self._state = [
@@ -140,7 +141,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what was copied last."""
+        """Restore the last copy."""
         for tensor, copies in zip(self._tensors, self._copied, strict=True):
             _put_back(tensor, copies)
         for held, copied in zip(self._held(), self._state, strict=True):
@@ -153,7 +154,7 @@ class Snapshot:
                     held[name] = copied[name]
 
     def num_bytes(self) -> int:
-        """Host memory that a copy of what is there now takes, in bytes."""
+        """Bytes of host memory that a copy of the present state takes."""
         tensors = [*self._tensors, *(value for held in self._held() for value in held.values())]
         found = (leaf for value in tensors if isinstance(value, Tensor) for leaf in leaves(value).values())
         return sum(leaf.numel() * leaf.element_size() for leaf in found)
@@ -163,7 +164,7 @@ class Snapshot:
 
 
 def leaves(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a tensor of any class is made of, on this rank, by the path of attributes to each."""
+    """The plain tensors on this rank that a tensor of any class consists of, by the path of attributes to each."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return {"": tensor.detach()}
@@ -171,7 +172,7 @@ def leaves(tensor: Tensor) -> dict[str, Tensor]:
     return {
         f"{name}.{path}": leaf
         for name, part in parts.items()
-        if isinstance(part, Tensor)  # a DTensor counts its mesh among them
+        if isinstance(part, Tensor)  # a DTensor lists its mesh as a part too
         for path, leaf in leaves(part).items()
     }
 
@@ -186,7 +187,7 @@ def _copies(tensor: Tensor, old: _Copies) -> _Copies:
 
 
 def _put_back(tensor: Tensor, copies: _Copies) -> None:
-    # a part that came later, such as a scale that was computed from the weights, is computed anew from them
+    # a part that came after the copy, such as a scale of the weights, is computed from them again
     now = leaves(tensor)
     for path, copy in copies.items():
         if path in now:
@@ -194,20 +195,20 @@ def _put_back(tensor: Tensor, copies: _Copies) -> None:
 
 
 class AfterUpdate:
-    """Sums the counters of the step over all ranks, then calls ``after_update()`` of each module that has one.
+    """Sums the counters of the step over all ranks, then calls ``after_update()`` of each module that has it.
 
-    Ranks that hold a layer count each their part of its tokens, in int64, so that every rank has the same sums to the
-    last bit whatever the layout. They take one collective for all layers, and none where nothing is counted.
+    Each rank with a layer counts its part of the layer's tokens, in int64, so that every rank has the same sums to the
+    last bit under any layout. All layers share one collective; without counters there is none.
 
     Args:
         parts: this rank's stages of the model, materialised.
-        buffers: of the whole model.
+        buffers: buffers of the whole model.
         world: all ranks.
     """
 
     def __init__(self, parts: Sequence[nn.Module], buffers: Sequence[Buffer], world: World) -> None:
         self._world = world
-        # not hasattr of the module: what wraps one may have the attributes of it
+        # not hasattr of the module: a wrapper may have the attributes of its module
         modules = (module for part in parts for module in part.modules() if hasattr(type(module), "after_update"))
         self._modules = list(modules)
         counted = [buffer for buffer in buffers if not buffer.persistent]
@@ -220,8 +221,8 @@ class AfterUpdate:
         self._totals: Tensor | None = None
 
     def take_totals(self) -> Tensor | None:
-        """What all ranks counted in the step of the last call, int64, flat in the order of the buffers; None where
-        there was none since this was asked, or nothing is counted.
+        """Counts of all ranks in the step of the last call, int64, flat in the order of the buffers. None if there was
+        no call since these were last taken, or nothing is counted.
         """
         totals, self._totals = self._totals, None
         return totals
@@ -231,7 +232,7 @@ class AfterUpdate:
         """Call once after each update, on every rank."""
         if self._total:
             totals = torch.zeros(self._total, dtype=torch.int64, device=self._world.device)
-            if self._counters:  # a stage of a pipeline may have none
+            if self._counters:  # a stage of a pipeline may have no counters
                 totals[self._places] = torch.cat(self._counters)
             self._totals = self._world.sum(totals)
             if self._counters:

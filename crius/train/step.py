@@ -29,7 +29,7 @@ log = logging.getLogger("crius.train")
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step found out; tensors on the device, so that reading them can wait.
+    """Result of a step. Its tensors stay on the device, so that reading them can wait.
 
     Attributes:
         step: number of the step, from 1.
@@ -37,9 +37,9 @@ class StepResult:
         grad_norm: global L2 norm before clipping, float64 scalar, the same on all ranks.
         local_losses: this rank's share of the loss by microbatch, float64 ``(num microbatches,)``.
         squared_norms: this rank's share of the squared norm of each gradient, float64 ``(num parameters,)``.
-        sample_ids: the sequences this rank trained on.
-        local_peak: largest number in the gradient that this rank's own backward passes brought to the embeddings,
-            before any sum over ranks that have other data, a scalar; None where that is not watched.
+        sample_ids: sequences that this rank trained on.
+        local_peak: largest number in the gradient of the embeddings from this rank's own backward passes, before any
+            sum over ranks with other data, a scalar; None if it is not watched.
     """
 
     step: int
@@ -56,26 +56,26 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Runs the parts of the model that this rank holds over its batch: an accumulation loop, or a pipeline."""
+    """Runs this rank's parts of the model over its batch: an accumulation loop, or a pipeline."""
 
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
-        """Gradients of ``batch``, summed over its microbatches; the model's counters count it and nothing else.
+        """Compute the gradients of ``batch``, summed over its microbatches; the model's counters count this batch only.
 
-        Returns each microbatch's loss sum divided by ``valid_tokens``, the global count of the step, float64
-        ``(num microbatches,)``: the one place where the loss is normalised. Zeros where another stage has the loss.
+        Returns each microbatch's loss sum divided by ``valid_tokens``, the global count of the step, float64 ``(num
+        microbatches,)``. The loss is normalised only here. Zeros if another stage has the loss.
         """
 
     def score(self, batch: Batch) -> Tensor:
-        """Loss sum of ``batch`` without gradients, float64 scalar; 0 where another stage has the loss."""
+        """Loss sum of ``batch`` without gradients, float64 scalar; 0 if another stage has the loss."""
 
 
 class Accumulation:
     """The whole model on each rank: microbatches one after the other.
 
     Args:
-        model: laid out on the mesh; gives the loss sum of tokens, positions and labels.
-        sync: when gradients meet.
-        microbatch_size: sequences of a microbatch.
+        model: laid out on the mesh; returns the loss sum of tokens, positions and labels.
+        sync: when gradients are synchronised.
+        microbatch_size: sequences per microbatch.
     """
 
     def __init__(self, model: nn.Module, sync: GradientSync, microbatch_size: int) -> None:
@@ -93,7 +93,7 @@ class Accumulation:
         return torch.stack(losses)
 
     def rehearse(self, batch: Batch) -> Tensor:
-        """The loss sum of the first microbatch alone, a float64 scalar; its gradients, summed over ranks, stay."""
+        """The loss sum of the first microbatch alone, a float64 scalar; its gradients, summed over ranks, are kept."""
         self._sync.start_microbatch(is_last=True)
         return self._microbatch(next(batch.microbatches(self._size)), torch.ones((), dtype=torch.float64))
 
@@ -139,13 +139,13 @@ def count_valid(labels_BT: Tensor) -> Tensor:
 def train_step(
     step: int, batch: Batch, runner: Runner, gradients: Gradients, world: World, layout: Layout, max_norm: float
 ) -> StepResult:
-    """Forward, backward and clipping of one step; the update is the guard's.
+    """Forward, backward and clipping of one step; the guard makes the update.
 
     Two small sums over all ranks: the count of valid tokens before, loss and squared norm together after. Ranks of one
     tensor-parallel group and of one pipeline have the same tokens, which count once.
     """
     valid_tokens = world.sum(count_valid(batch.labels_BT)) / (layout.tp * layout.pp)
-    valid_tokens = valid_tokens.clamp(min=1)  # a batch without any label has loss and gradient 0
+    valid_tokens = valid_tokens.clamp(min=1)  # a batch without labels has loss and gradient 0
     with anomaly_named(step):
         losses = runner.forward_backward(batch, valid_tokens)
     squared_norms = gradients.squared_norms()
@@ -169,7 +169,7 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", (line \d+, in .*)\n(.*)')
 
 @contextlib.contextmanager
 def anomaly_named(step: int) -> Iterator[None]:
-    """Name the line of the forward pass that the first NaN of a backward pass inside belongs to.
+    """Name the line of the forward pass that belongs to the first NaN of a backward pass in this context.
 
     Only under ``debug.detect_anomaly``: torch then ends the backward pass at the first NaN, and warns of that line.
 
@@ -183,7 +183,7 @@ def anomaly_named(step: int) -> Iterator[None]:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             yield
-    except RuntimeError as error:  # a pipeline's stage raises one of its own, from that
+    except RuntimeError as error:  # a pipeline's stage raises an error of its own from it
         found = _NAN.search(f"{error} {error.__cause__}")
         if found is None:
             raise
@@ -199,9 +199,9 @@ def anomaly_named(step: int) -> Iterator[None]:
 
 
 def largest_loss(result: StepResult, batch: Batch, world: World, layout: Layout) -> Tensor:
-    """The largest of the means over the valid tokens of one rank, float64 scalar; one small gather over all ranks.
+    """The largest mean loss over the valid tokens of any rank, float64 scalar; one small gather over all ranks.
 
-    Ranks of a pipeline that do not have the loss count as 0.
+    Ranks of a pipeline without the loss count as 0.
     """
     parts = world.gather(torch.stack((result.local_losses.sum(), count_valid(batch.labels_BT))))
     shares, tokens = parts.unbind(1)
@@ -210,10 +210,10 @@ def largest_loss(result: StepResult, batch: Batch, world: World, layout: Layout)
 
 
 class Late:
-    """Numbers on their way to the host. The device may go on before they are read.
+    """Numbers on their way to the host. The device may continue before they are read.
 
     Args:
-        values: float64, any shape; a copy is made, in page-locked memory where they are on a GPU.
+        values: float64, any shape; copied, for values on a GPU into page-locked memory.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -227,7 +227,7 @@ class Late:
         return self._arrived is None or self._arrived.query()
 
     def arrives_within(self, seconds: float) -> bool:
-        """Wait for the numbers, but not longer; whether they are there."""
+        """Wait for the numbers, at most this long; returns whether they have arrived."""
         end = time.monotonic() + seconds
         while not self.has_arrived():
             if time.monotonic() >= end:
@@ -236,7 +236,7 @@ class Late:
         return True
 
     def read(self) -> list[float]:
-        """The numbers; waits for the device as far as it has not computed them yet, and for nothing queued later."""
+        """The numbers. Waits until the device has computed them, but not for later work in its queue."""
         if self._arrived:
             self._arrived.synchronize()
         values: list[float] = self._values.tolist()
@@ -255,18 +255,18 @@ def evaluate(
     step: int,
     must_stop: Callable[[], bool],
 ) -> ValidationMetrics | None:
-    """Score ``batches``, of which every rank brings as many; None where the run was asked to stop meanwhile.
+    """Score ``batches``; None if the run was asked to stop meanwhile. Every rank has the same number of batches.
 
     Args:
         parts: this rank's stages; left in training mode, their gathered weights freed.
         runner: scores a batch with them.
-        batches: this rank's rows; rows that only fill up have no valid label.
+        batches: this rank's rows; rows that only fill up a batch have no valid label.
         place: gives this rank its tokens of the rows, on the device.
         token_bytes: bytes of text that each token id stands for, int ``(vocabulary,)`` on the host.
         world: ranks to sum over.
-        layout: the degrees, to count once what several ranks have.
-        step: the optimizer step after which this runs.
-        must_stop: asked before each batch; all ranks get the same answer.
+        layout: the degrees, so that tokens that several ranks have count once.
+        step: optimizer step after which this runs.
+        must_stop: called before each batch; all ranks get the same answer.
     """
     started = time.monotonic()
     nats = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -278,7 +278,7 @@ def evaluate(
         if must_stop():
             is_whole = False
             break
-        status.update()  # a long validation is no hang
+        status.update()  # a long validation is not a hang
         labels = batch.labels_BT
         valid = labels != IGNORE_INDEX
         seen = (count_valid(labels), token_bytes[labels[valid]].sum(), valid.any(dim=1).sum())
@@ -289,7 +289,7 @@ def evaluate(
         for module in fsdp_modules(part):
             module.reshard()
     if not is_whole:
-        log.info("validation at step %d is given up: the run is asked to stop", step)
+        log.info("validation at step %d is stopped, because the run is asked to stop", step)
         return None
     same_rows = layout.num_ranks // layout.batch
     sums = world.sum(torch.cat((nats[None] / layout.tp, counts.to(world.device) / same_rows)))

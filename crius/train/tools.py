@@ -1,4 +1,4 @@
-"""What stands around a run and is no part of it: the command line hands it over, and a run without it is whole."""
+"""Functions around a run that the command line passes in. A run is complete without them."""
 
 import contextlib
 import re
@@ -30,16 +30,16 @@ _UNITS = {"bytes": 2**-30, "KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
 
 @dataclass
 class Story:
-    """What is known of a run when its memory is used up; filled in as the run gets to know it.
+    """Facts about a run for the case that its memory runs out; filled in as they become known.
 
     Attributes:
         run_dir: gets ``incidents/out-of-memory-rank-R.json``.
-        rank: this process.
-        device: its device, None until it is chosen.
+        rank: rank of this process.
+        device: its device; None until it is chosen.
         capacity: bytes that this rank can have.
-        config: of the run, with what is decided decided.
-        facts: of its model.
-        machine: where it is.
+        config: the run, with its decisions.
+        facts: description of its model.
+        machine: machine of the run.
     """
 
     run_dir: Path
@@ -51,7 +51,7 @@ class Story:
     machine: Machine | None = None
 
     def begin(self, device: torch.device, machine: Machine, config: RunConfig, facts: ModelDescription) -> None:
-        """Note what a run knows before it takes memory."""
+        """Record the facts that are known before the run takes memory."""
         self.device, self.machine, self.config, self.facts = device, machine, config, facts
         if machine.on_gpu:
             self.capacity = float(torch.cuda.get_device_properties(device).total_memory)
@@ -64,15 +64,15 @@ Explain = Callable[[Story, str, str], OutOfMemoryError]
 
 @contextlib.contextmanager
 def explained(run_dir: Path, rank: int, explain: Explain | None) -> Iterator[Story]:
-    """Turn an out-of-memory error from inside into one that says where it was and what would help.
+    """Turn an out-of-memory error in this context into an error with the phase and with remedies.
 
     Args:
-        run_dir: of the run.
-        rank: this process.
-        explain: makes one of what is known of the run, what happened and the words of the error.
+        run_dir: folder of the run.
+        rank: rank of this process.
+        explain: makes such an error from the facts about the run, the event, and the words of the error.
 
     Raises:
-        OutOfMemoryError: memory was used up inside.
+        OutOfMemoryError: memory ran out in this context.
     """
     story = Story(run_dir, rank)
     try:
@@ -89,7 +89,7 @@ def explained(run_dir: Path, rank: int, explain: Explain | None) -> Iterator[Sto
         words = redact(str(cause)).strip().splitlines()
         said = words[0][:300] if words else type(cause).__name__
         asked = _ASKED.search(said)
-        more = f": {float(asked[1]) * _UNITS[asked[2]]:,.2f} GiB more were asked for." if asked else "."
+        more = f": {float(asked[1]) * _UNITS[asked[2]]:,.2f} GiB more were requested." if asked else "."
         what = f"out of memory on rank {rank} in {where}{more}"
         if explain and story.config:
             raise explain(story, what, said) from error
@@ -98,7 +98,7 @@ def explained(run_dir: Path, rank: int, explain: Explain | None) -> Iterator[Sto
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and what it came from: a pipeline's stage wraps what its model raised."""
+    """``error`` and its causes: a pipeline's stage wraps the error of its model."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -106,7 +106,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had no memory left for what was asked."""
+    """Whether a device or the host had too little memory for a request."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError):
@@ -117,15 +117,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """What the command line hands to a run.
+    """Functions that the command line passes to a run.
 
     Attributes:
         fit: decides what is left to the memory of the ranks; None: nothing is recomputed.
-        watch: plans the decided run, on rank 0, and watches what comes of it; of its config, its model, where it is,
-            its ledger and its folder.
-        explain: says where the memory of a run that ran out of it went.
-        around: the context in which a rank trains; of its config and its place.
-        prepare: gives the loop that runs in place of the one that is ready to.
+        watch: plans the decided run on rank 0 and compares it with the outcome; arguments: config, model, machine,
+            ledger and folder of the run.
+        explain: explains the memory of a run that ran out of it.
+        around: context in which a rank trains; arguments: config and place of the rank.
+        prepare: returns the loop to run, given the loop that is ready.
     """
 
     fit: Fit | None = None

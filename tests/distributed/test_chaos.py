@@ -173,14 +173,14 @@ def test_a_moment_counts_from_the_start_or_from_the_first_step(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("flags", "options", "said"),
     [
-        ([], {"world_sizes": "1,2"}, "without training.reproducible"),
-        (REPRODUCIBLE, {"world_sizes": "1,x"}, "are no numbers"),
+        ([], {"world_sizes": "1,2"}, "needs training.reproducible"),
+        (REPRODUCIBLE, {"world_sizes": "1,x"}, "is not a list of numbers"),
         (REPRODUCIBLE, {"world_sizes": "3"}, "3 data-parallel ranks do not divide the 2 virtual shards"),
-        ([*REPRODUCIBLE, "--parallelism.tensor_parallel_degree", "2"], {"world_sizes": "2,3"}, "3 is no multiple"),
-        (REPRODUCIBLE, {"world_sizes": "1,2", "layouts": "fsdp2"}, "--world_sizes 1,2 with --layouts fsdp2"),
-        ([], {"layouts": "fsdp2,fsdp2+document"}, r"fsdp2 and fsdp2\+document of --layouts do not compute the same"),
+        ([*REPRODUCIBLE, "--parallelism.tensor_parallel_degree", "2"], {"world_sizes": "2,3"}, "3 is not a multiple"),
+        (REPRODUCIBLE, {"world_sizes": "1,2", "layouts": "fsdp2"}, "--world_sizes 1,2 excludes --layouts fsdp2"),
+        ([], {"layouts": "fsdp2,fsdp2+document"}, r"fsdp2 and fsdp2\+document of --layouts have different losses"),
         ([], {"layouts": "fsdp2,tp16"}, "16"),
-        ([], {"layouts": "fsdp2,2"}, "2 is no term of a layout"),
+        ([], {"layouts": "fsdp2,2"}, "2 is not a layout term"),
         ([], {"kills": 0}, "--kills 0 is not positive"),
     ],
 )

@@ -102,7 +102,7 @@ def test_epochs_survive_kills_and_other_ranks_and_every_step_can_be_shown(chat, 
 
     capsys.readouterr()
     assert cli.main(["data", "show", str(tmp_path), "--step", str(last + 1)]) == 2
-    assert "is not in the log of samples" in capsys.readouterr().err
+    assert "is not in the sample log" in capsys.readouterr().err
     with open(chat[chat.index("--data.path") + 1], "a") as file:
         file.write('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
     assert cli.main(["data", "show", str(tmp_path), "--step", "1"]) == 1

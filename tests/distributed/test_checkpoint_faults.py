@@ -62,7 +62,7 @@ def test_a_disk_that_goes_on_failing_ends_the_run_with_the_last_good_checkpoint_
     monkeypatch.setenv("CRIUS_FAULT", "disk:save=2-9,error=enospc")
     assert run(flags("1", "--checkpoint.interval", "1", "--checkpoint.max_failures", "2", steps=9), tmp_path) == 1
     shown = capfd.readouterr().err
-    assert "the last 2 saves failed" in shown and "the newest good checkpoint is that of step 1" in shown
+    assert "the last 2 saves failed" in shown and "the newest good checkpoint is of step 1" in shown
     assert steps_there(tmp_path) == [step_name(1)]
     monkeypatch.delenv("CRIUS_FAULT")
     assert len(steps_of(train(flags("1", "--checkpoint.interval", "1", steps=4), tmp_path))) == 4
@@ -79,7 +79,7 @@ def test_a_slow_save_of_one_rank_is_no_hang_and_a_stuck_one_is_named(
     monkeypatch.setenv("CRIUS_FAULT", f"disk:save=1,error=slow,seconds={seconds},rank=1")
     watchdog = ("--watchdog.startup_seconds", "6", "--checkpoint.interval", "2")
     assert run(flags("fsdp2", *watchdog, steps=4), tmp_path, is_supervised=True) == code
-    assert re.findall("HangError: (.*) does not go on", capfd.readouterr().err) == hangs
+    assert re.findall("HangError: (.*) makes no progress", capfd.readouterr().err) == hangs
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
@@ -92,9 +92,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
     parts = train(flags("fsdp2", *save, steps=6), tmp_path)
     log = log_of(tmp_path)
     assert re.search(r"step 6 IS DAMAGED: rank-00001.safetensors, (model|optim|rng)\.\S+: bytes .* have hash", log)
-    assert (
-        "FALLING BACK to step 4" in log and "step 6, later than the one that the run goes on from, was set aside" in log
-    )
+    assert "FALLING BACK to step 4" in log and "step 6, after the step that the run resumes from, was set aside" in log
     assert [record["loss"] for record in steps_of(parts)] == [record["loss"] for record in steps_of(whole)]
     assert step_name(6) in steps_there(tmp_path)  # saved again, beside the damaged one
     assert any(name.startswith(f"{step_name(6)}.aside") for name in steps_there(tmp_path))
@@ -164,7 +162,7 @@ def test_other_data_is_refused(tmp_path, capfd):
     train(flags("1", *mine, steps=1), tmp_path / "run")
     text.write_text(text.read_text()[:-500] + "x" * 500)
     assert run(flags("1", *mine, steps=2), tmp_path / "run") == 2
-    assert "the data is not that of the checkpoint" in capfd.readouterr().err
+    assert "the data differs from the checkpoint's" in capfd.readouterr().err
     assert run(flags("1", *mine, "--checkpoint.allow_changes", "data", steps=2), tmp_path / "run") == 0
 
 

@@ -73,7 +73,7 @@ def test_the_last_step_is_saved_and_a_second_run_goes_on_from_it(layout, tmp_pat
 
 def test_told_to_save_nothing_it_says_so_and_saves_nothing(tmp_path):
     assert run(short(steps=1), tmp_path, CheckpointConfig(enable=False)) == 0
-    assert "checkpoints: nothing will be saved, for checkpoint.enable is off\n" in log_of(tmp_path)
+    assert "checkpoints: nothing will be saved, because checkpoint.enable is off\n" in log_of(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -121,7 +121,7 @@ def test_ctrl_c_prints_the_command_that_goes_on_and_it_does(tmp_path):
     code, said = stopped_by_ctrl_c(folder)
     assert code == 130
     done = int(re.search(r"^stopped by SIGINT after (\d+) of 5000 steps, all of them saved in runs/", said, re.M)[1])
-    command = re.search(r"^go on from there: (.*)$", said, re.M)[1]
+    command = re.search(r"^continue from there: (.*)$", said, re.M)[1]
     assert shlex.split(command)[-2:] == ["--job.run_dir", re.search(r"^run folder: (.*) \(", said, re.M)[1]]
     again = subprocess.run(
         f"{command} --training.steps {done + 2}", shell=True, cwd=folder, env=ENVIRON, capture_output=True, text=True
@@ -134,7 +134,7 @@ def test_ctrl_c_prints_the_command_that_goes_on_and_it_does(tmp_path):
 
 def test_ctrl_c_says_what_is_lost_where_nothing_is_saved(tmp_path):
     code, said = stopped_by_ctrl_c(tmp_path, "--checkpoint.no_enable", "--job.run_dir", "run")
-    assert code == 130 and "go on from there" not in said and "\nsaved: nothing\n" in said
+    assert code == 130 and "continue from there" not in said and "\nsaved: nothing\n" in said
     done = summary_of(tmp_path / "run")["steps"]
     assert f"stopped by SIGINT after {done} of 5000 steps, all of them lost: checkpoint.enable is off\n" in said
     assert '"stopped_by":"SIGINT"' in (tmp_path / "run" / "report.html").read_text()
@@ -180,7 +180,7 @@ def test_a_signal_in_the_last_validation_is_told_and_the_validation_made_up_for(
     if enable is None:
         monkeypatch.undo()
         assert run(given, tmp_path) == 0
-        assert "nothing to train: 2 of 2 steps are done; the last validation is made up for" in log_of(tmp_path)
+        assert "nothing to train: 2 of 2 steps are done; the last validation is done now" in log_of(tmp_path)
         found = summary_of(tmp_path)
         assert found["stopped_by"] is None and found["val_loss"] == read_metrics(tmp_path)[-1]["val_loss"]
 

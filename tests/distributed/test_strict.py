@@ -18,7 +18,7 @@ INACTIVE = {
         "memory_snapshot, nvtx",
         "nvtx: 0 ranges (needs CUDA)",
     ),
-    "save_ops": (SELECTIVE, {}, "save_ops reduce_scatter", "0 results stay in a block"),
+    "save_ops": (SELECTIVE, {}, "save_ops reduce_scatter", "0 results stay per block"),
     "selective": (
         ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_option", "3"],
         {},
@@ -37,7 +37,7 @@ def test_strict_ends_a_run_whose_optimisation_does_nothing_and_names_it(planted,
     flags, environ, name, reason = INACTIVE[planted]
     done = run([*flags, "--strict"], environ, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"asked for, but without effect: {name}." in done.stderr
+    assert f"asked for but without effect: {name}." in done.stderr
     assert reason in done.stderr
     assert "leave out" in done.stderr
 

@@ -112,7 +112,7 @@ def test_a_run_is_given_up_when_it_does_not_get_further(steps, reason):
 
 
 def test_a_hang_and_a_lost_peer_differ():
-    hang = failure(Blame.ERROR, str(HangError("rank 2 does not go on.")))
+    hang = failure(Blame.ERROR, str(HangError("rank 2 makes no progress.")))
     assert reason_to_stop(hang, History(), LaunchConfig())
     assert not reason_to_stop(failure(Blame.PEER_LOSS), History(), LaunchConfig())
 

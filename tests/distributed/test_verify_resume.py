@@ -112,7 +112,7 @@ def test_a_kill_that_does_not_come_is_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planted, "_happen", lambda fault: None)
     code, found = verify(tmp_path, capsys, steps=2, kill_at="2")
     assert code == 1 and found["same_steps"] == 2 and not found["identical"]
-    assert found["problems"] == ["the kill at step 2 did not come"]
+    assert found["problems"] == ["the kill at step 2 did not happen"]
 
 
 def test_a_run_that_fails_otherwise_is_told_with_its_last_words(tmp_path, monkeypatch, capsys):
@@ -134,8 +134,8 @@ def test_without_an_interval_every_kill_costs_steps(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "faults", "said"),
     [
-        ({"kill_at": "7,21"}, "", "'7,21' are not steps of this run"),
-        ({"kill_at": ""}, "", "'' are not steps"),
+        ({"kill_at": "7,21"}, "", "'7,21' is not a list of steps of this run"),
+        ({"kill_at": ""}, "", "'' is not a list of steps"),
         ({"kill_at": "4", "layouts": "fsdp2,tp2,1"}, "", "3 --layouts for 2 starts"),
         ({"steps": 0}, "", "--steps 0 is not positive"),
         ({}, "kill:step=3", "CRIUS_FAULT has the fault: kill in forward of step 3 on rank 0"),
@@ -150,5 +150,5 @@ def test_a_wrong_call_is_refused(options, faults, said, tmp_path, monkeypatch, c
 
 def test_a_folder_that_has_runs_is_refused(tmp_path, capsys):
     (tmp_path / "killed").mkdir()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         verify(tmp_path, capsys)

@@ -1,4 +1,4 @@
-"""A rank that does not go on is named, with what it and all others were at, and the run ends."""
+"""A rank that makes no progress is named, with what it and all others were at, and the run ends."""
 
 import functools
 import json
@@ -72,7 +72,7 @@ def test_a_stopped_rank_is_named_within_its_limit_and_2_seconds(phase, tmp_path,
     assert time.monotonic() - float(note.read_text()) < LIMIT + 2
     error = capfd.readouterr().err
     place = "start, before step 1" if phase == "start" else f"{phase} of step 2"
-    assert error.startswith(f"\nHangError: rank 2 does not go on: stopped (SIGSTOP) in {place} for ")
+    assert error.startswith(f"\nHangError: rank 2 makes no progress: stopped (SIGSTOP) in {place} for ")
     # the frame that stopped it, told by the process itself once it was woken
     assert f'stack of rank 2, most recent call first:\n  File "{__file__}", line' in error
     assert "in stop_self\n" in error
@@ -83,7 +83,7 @@ def test_a_stopped_rank_is_named_within_its_limit_and_2_seconds(phase, tmp_path,
 def test_a_rank_that_is_not_in_the_others_collective_is_named(tmp_path, capfd):
     assert watched(functools.partial(steps, "backward", sleep_long), tmp_path) == 1
     error = capfd.readouterr().err
-    assert "\nHangError: rank 2 does not go on: in backward of step 2 for " in error
+    assert "\nHangError: rank 2 makes no progress: in backward of step 2 for " in error
     assert "in all_reduce\n" in error
     assert "in sleep_long\n" in error
     assert (tmp_path / "incidents/hang-0.txt").read_text().startswith(error.strip().partition("\nreport")[0])
@@ -122,7 +122,7 @@ def test_ranks_that_another_launcher_started_watch_each_other(tmp_path, capfd, m
     assert sorted(codes) == [-signal.SIGKILL, -signal.SIGKILL, 1]
     assert codes[2] == -signal.SIGKILL
     error = capfd.readouterr().err
-    assert error.startswith("\nHangError: rank 2 does not go on: stopped (SIGSTOP) in forward of step 2 for ")
+    assert error.startswith("\nHangError: rank 2 makes no progress: stopped (SIGSTOP) in forward of step 2 for ")
     assert error.count("gloo:all_reduce [[3, 5]] seq ") == 2
     assert "in all_reduce\n" in error
     assert len(list((tmp_path / "incidents").glob("hang-*.txt"))) == 1
@@ -202,7 +202,9 @@ def test_who_waits_in_an_earlier_collective_is_named():
 
 def test_a_rank_of_another_host_is_named_where_all_of_this_one_wait_for_it():
     error = hang_error([witness(0, phase="save", waits_for=5), witness(1, phase="save", waits_for=5)])
-    assert error.what == ("rank 5, on another host, does not go on: rank 0 waits for it in save of step 7 for 5.0 s.")
+    assert error.what == (
+        "rank 5, on another host, makes no progress: rank 0 waits for it in save of step 7 for 5.0 s."
+    )
 
 
 def test_a_stopped_rank_is_named_though_others_are_behind():
@@ -264,7 +266,7 @@ def test_a_hang_is_restarted_and_the_run_ends(tmp_path, capfd):
     assert watched(functools.partial(hang_first, 1, note), tmp_path, restarts=3) == 0
     assert note.exists()
     error = capfd.readouterr().err
-    assert error.startswith("\nHangError: rank 2 does not go on: in backward of step 2 for ")
+    assert error.startswith("\nHangError: rank 2 makes no progress: in backward of step 2 for ")
     assert "restarting from the newest checkpoint (1 of 3)" in error
     assert len(list((tmp_path / "incidents").glob("hang-*.txt"))) == 1
 
@@ -272,7 +274,7 @@ def test_a_hang_is_restarted_and_the_run_ends(tmp_path, capfd):
 def test_a_hang_at_the_same_step_twice_is_given_up(tmp_path, capfd):
     assert watched(functools.partial(hang_first, 9, tmp_path / "done"), tmp_path, restarts=3) == 1
     error = capfd.readouterr().err
-    assert error.count("HangError: rank 2 does not go on") == 2
+    assert error.count("HangError: rank 2 makes no progress") == 2
     assert "  tries  2, given up: 2 failures in a row at step 2 (launch.max_failures_at_step)" in error
 
 
@@ -345,5 +347,5 @@ def test_a_run_that_is_asked_by_a_signal_says_where_its_ranks_are_and_goes_on(la
 
 def test_a_full_disk_does_not_hide_the_report(tmp_path):
     (tmp_path / "incidents").touch()
-    from_watch = Hang(HangError("rank 2 does not go on."), [witness(2)], tmp_path)
-    assert from_watch.publish(tmp_path / "incidents").startswith("HangError: rank 2 does not go on.\n")
+    from_watch = Hang(HangError("rank 2 makes no progress."), [witness(2)], tmp_path)
+    assert from_watch.publish(tmp_path / "incidents").startswith("HangError: rank 2 makes no progress.\n")

@@ -359,7 +359,7 @@ J7 = [
     Row("crius train --config nowhere.toml", 2, ("nowhere.toml cannot be read",)),
     Row("crius train --config code.toml --compile.enable", 2, ("compile.cache_dir", "code.toml")),
     Row("crius train --job.name ../../x", 2, ("--job.name",)),
-    Row("crius config diff a b", 2, ("a is no run folder",)),
+    Row("crius config diff a b", 2, ("a is not a run folder",)),
     # wrong data, tokenizer, folder
     Row("crius train --data.source text --data.path nowhere/", 1, ("nowhere/ does not exist",)),
     Row("crius train --data.source text --data.path empty/", 1, ("empty",)),
@@ -401,6 +401,6 @@ J7 = [
     # other verbs
     Row("crius plan --flavor 70b --gpus 256 --gpu h1000", 2, ("did you mean h100",)),
     Row("crius plan --gpus 8 --gpu h100", 2, ("--flavor",)),
-    Row("crius verify parity --layouts fsdp2,tp99x", 2, ("tp99x is no term of a layout",)),
+    Row("crius verify parity --layouts fsdp2,tp99x", 2, ("tp99x is not a layout term",)),
     Row("crius data prepare out --data.source text --data.path nowhere.txt", 1, ("nowhere.txt does not exist",)),
 ]

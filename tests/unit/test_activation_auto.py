@@ -103,7 +103,7 @@ def test_a_run_takes_what_fits_and_computes_the_same_bits(tmp_path, capfd):
     )
     assert modes == ("auto", "auto") and curves[0] == curves[1]  # of run.toml, which decides anew
     log = "".join(capfd.readouterr())
-    assert re.findall(r"auto: activation_checkpoint (\w+) with 8 a microbatch", log) == ["none", "full"]
+    assert re.findall(r"auto: activation_checkpoint (\w+) with 8 per microbatch", log) == ["none", "full"]
     assert "may not fit: lower --training.local_batch_size" in log
 
 

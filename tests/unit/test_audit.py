@@ -253,7 +253,7 @@ def test_a_torn_line_is_told_and_the_next_attempt_begins_on_its_own(tmp_path):
     path.write_bytes(path.read_bytes()[:-7])
     run_attempt(tmp_path, 2, 3, 4)
     report = audit(tmp_path)
-    assert report.problems == () and report.notes == (f"{path}:5 cannot be read and does not count",)
+    assert report.problems == () and report.notes == (f"{path}:5 cannot be read and is not counted",)
     assert [(one.attempt, one.last, one.redone) for one in report.attempts] == [(0, 3, 1), (1, 7, 0)]
 
 
@@ -321,7 +321,7 @@ def test_many_steps_are_looked_at_in_chunks(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_logs_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has no log of samples"):
+    with pytest.raises(ConfigError, match="has no sample log"):
         audit(tmp_path)
 
 

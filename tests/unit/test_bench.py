@@ -184,7 +184,7 @@ def test_the_table_marks_what_loses_and_says_that_emulation_is_no_speed():
         *("--formats", "float8_rowwise"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "which is no speed of the format" in done.stdout and "recommended" not in done.stdout
+    assert "which is not a speed of the format" in done.stdout and "recommended" not in done.stdout
     lines = [line for line in done.stdout.splitlines() if "attention.wq x 1, attention.wo x 1" in line]
     assert len(lines) == 1 and "!" in lines[0], done.stdout  # three roundings more than bfloat16, at this size
 
@@ -196,7 +196,7 @@ def test_the_table_marks_what_loses_and_says_that_emulation_is_no_speed():
         (["quantize", "--gpu", "h100"], "--gpu here"),
         (["quantize", "--formats", "float4"], "there is no float4"),
         (["quantize", "--emulated", "--tokens", "0"], "--tokens 0 is not positive"),
-        (["quantize", "--emulated", "--tokens", "48"], "--tokens 48 is no multiple of 32"),
+        (["quantize", "--emulated", "--tokens", "48"], "--tokens 48 is not a multiple of 32"),
         (["quantize", "--quantize.dense.mxfp8.enable"], "of no effect: all formats are timed"),
         (["optimizer", "--variants", "adafactor"], "adafactor"),
         (["optimizer", "--repeat", "0"], "--repeat 0 is not positive"),
@@ -224,7 +224,7 @@ def test_checkpoints_are_timed_in_a_folder_of_their_own(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gib", "nan"], "have to be positive"),
+        (["--gib", "nan"], "must be positive"),
         (["--gib", "1e9"], "or another --folder"),
         (["--folder", "/dev/null"], "no folder can be made in /dev/null"),
     ],

@@ -168,12 +168,12 @@ def test_variants_are_the_real_job_with_losses_of_its_own_and_a_ratio(tmp_path):
         (["--vs", "--model.num_layerz 2"], "--model.num_layers"),
         (["--vs", "--training.steps 3"], "--rounds and --steps_per_round"),
         (["--vs", "'"], "cannot be read: No closing quotation"),
-        (["--vs", ""], "names no flag of a run"),
-        (["--vs", "--version"], "names no flag of a run"),
-        (["--vs", "--bare"], "names no flag of a run"),
-        (["--vs", "--warmup 3"], "names no flag of a run"),
+        (["--vs", ""], "has no flag of a run"),
+        (["--vs", "--version"], "has no flag of a run"),
+        (["--vs", "--bare"], "has no flag of a run"),
+        (["--vs", "--warmup 3"], "has no flag of a run"),
         (["--out", "/"], "the result cannot be written to /"),
-        (["--overhead", "--parallelism.data_parallel_shard_degree", "2"], "the bare loop has no 2 ranks"),
+        (["--overhead", "--parallelism.data_parallel_shard_degree", "2"], "the bare loop does not support 2 ranks"),
     ],
 )
 def test_a_wrong_call_exits_with_2_and_says_why(arguments, said, capsys):

@@ -192,7 +192,7 @@ def test_where_a_run_on_a_cpu_takes_it(flags, is_amd, want, monkeypatch):
     assert ("blocked" in run_kernels(config, torch.device("cpu")).attention) == want
 
 
-@pytest.mark.parametrize(("instructions", "why"), [("avx512_bf16", "it takes float32 only"), ("", "")])
+@pytest.mark.parametrize(("instructions", "why"), [("avx512_bf16", "it needs float32"), ("", "")])
 def test_an_automatic_dtype_is_that_of_the_cpu(instructions, why, monkeypatch):
     monkeypatch.setattr(rule, "bfloat16_instructions", lambda: instructions)
     config = facts_of(["--training.mixed_precision_param", "auto", "--training.seq_len", "256"]).config

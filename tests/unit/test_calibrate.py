@@ -95,7 +95,7 @@ def test_a_machine_whose_runs_contradict_each_other_is_not_written(user_cache, q
     quick(lambda number, one: replace(one, seconds=one.seconds * (10 if number == 3 else 1)), calibrate.MOST_OFF)
     assert cli.main(["plan", "--calibrate"]) == 1
     printed = capsys.readouterr()
-    assert "contradicts itself, and nothing was written" in printed.err
+    assert "contradict each other, and nothing was written" in printed.err
     assert "check a model: planned" in printed.err
     assert "stop other programs and run it again" in printed.err
     assert "wrote" not in printed.out

@@ -119,8 +119,8 @@ def test_verify_and_ls_report_a_checkpoint_that_lost_its_manifest_or_became_a_li
         (("prune", "{run}", "--keep_last", "1"), 2, "--keep_last 2"),
         (("prune", "{run}", "--keep-every", "-1"), 2, "--keep_every 0"),
         (("prune", "{run}/checkpoints/step-00000010"), 2, "one checkpoint"),
-        (("verify", "{run}", "--expect_manifest", "sha256:" + "0" * 64), 2, "about one checkpoint"),
-        (("verify", "{run}/checkpoints/step-00000010", "--expect_manifest", "md5:0"), 2, "no hash"),
+        (("verify", "{run}", "--expect_manifest", "sha256:" + "0" * 64), 2, "for one checkpoint"),
+        (("verify", "{run}/checkpoints/step-00000010", "--expect_manifest", "md5:0"), 2, "not a hash"),
     ],
 )
 def test_what_cannot_be_done_says_why(arguments, code, words, run, crius):
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_was_changed_and_hashed_anew_is_not_the_expected_one(a
     assert crius("verify", place)[0] == 0  # nobody can tell, without knowing what to expect
     code, text = crius("verify", place, "--expect_manifest", expected)
     assert code == 1
-    assert "manifest.json: is not the expected one" in text
+    assert "manifest.json: is not the expected manifest" in text
 
 
 def test_prune_removes_what_it_said_it_would(run, crius):

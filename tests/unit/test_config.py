@@ -175,13 +175,13 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--compile.enbale"], "unknown flag --compile.enbale, did you mean --compile.enable?"),
         (["--training.seqlen=3"], "did you mean --training.seq_len?"),
         *[([f"--{old}"], f"did you mean --{new}?") for old, new in MOVED.items()],
-        *[([f"--{old}"], f"unknown flag --{old}: nothing stands for it.") for old in NOTHING if old != "import"],
+        *[([f"--{old}"], f"unknown flag --{old}: Crius lacks it.") for old in NOTHING if old != "import"],
         (["--optimzer.lr", "1"], "did you mean --optimizer.lr?"),
         (["--parallelism.tensor_parallel_size", "2"], "did you mean --parallelism.tensor_parallel_degree?"),
         (["--quantize.linear.float8.recipe_name", "x"], "did you mean --quantize.dense.float8.recipe?"),
         (["--quantize.linear.mx.filter_fqns", "x"], "did you mean --quantize.dense.exclude?"),
         (["--quantize.grouped_mm.float8.fqns", "x"], "float8 and MXFP8 are for linears"),
-        (["--fault_tolerance.enable"], "launch.max_restarts starts all ranks again"),
+        (["--fault_tolerance.enable"], "launch.max_restarts restarts all ranks"),
         (["--experimental.custom_import", "x"], "--import MODULE on the command line"),
         (["--zzz"], "unknown flag --zzz: there is no such setting."),
         (["--zzz"], "--help all lists every flag"),
@@ -189,7 +189,7 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--recipe", "llama_debug"], "did you mean llama3_debug?"),
         (["--config", "none.toml"], "none.toml cannot be read: No such file"),
         (["--training.steps", "many"], 'Invalid value for --training.steps: unable to convert "many" into int'),
-        (["--training.steps", "1.5"], "training.steps 1.5 is no whole number"),
+        (["--training.steps", "1.5"], "training.steps 1.5 is not a whole number"),
         (["--training.steps"], "--training.steps requires an argument"),
         (["--compile.enable=maybe"], 'Invalid value for --compile.enable: unable to convert "maybe" into bool'),
         (["--data.source", "jsonll"], "no data source is called jsonll, did you mean jsonl?"),
@@ -214,7 +214,7 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
         ("nproc = 2", "unknown key nproc"),
         ("recipe = 'llama3_debug'", "unknown key recipe"),
         ("[training.steps]\nx = 3", "did you mean training.steps?"),
-        ("[training]\nsteps = 1.5", "training.steps 1.5 is no whole number"),
+        ("[training]\nsteps = 1.5", "training.steps 1.5 is not a whole number"),
         ("[training]\nsteps = [1, 2]", "is a list, and the setting takes an integer."),
         ("[training]\nsteps = true", "training.steps = true is true or false, and the setting takes an integer."),
         ("[training]\nsteps = '4'", 'training.steps = "4" is text, and the setting takes an integer.'),
@@ -224,10 +224,10 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
         ("[compile]\nenable = 1", "compile.enable = 1 is an integer, and the setting takes true or false."),
         ("[tokenizer]\npath = 5", 'path = "5"'),
         ("[training]\nmixed_precision_param = 16", 'fix    mixed_precision_param = "auto" or "float32" or "bfloat16"'),
-        ("[data]\npath = ['a', 5]", "the setting takes a list of which each item is text."),
+        ("[data]\npath = ['a', 5]", "the setting takes a list whose items are each text."),
         ("[training]\nsteps = 2020-01-01", "is a date or a time"),
-        ("[compile]\ncache_dir = '/tmp/x'", "--compile.cache_dir /tmp/x, where you trust that folder"),
-        ("[model]\nnorm_type = 'x'", "unknown key model.norm_type: nothing stands for it."),
+        ("[compile]\ncache_dir = '/tmp/x'", "--compile.cache_dir /tmp/x, if you trust that folder"),
+        ("[model]\nnorm_type = 'x'", "unknown key model.norm_type: Crius lacks it."),
         ("[data]\nsource = 'csv'", "no data source is called csv."),
         ("[metrics]\nlog_freq = 3\nlog_interval = 4", "metrics.log_interval is given twice"),
         ("[training]\nseq-len = 3\nseq_len = 4", "training.seq_len is given twice"),
@@ -338,12 +338,12 @@ def test_a_layout_in_one_word_is_its_degrees_and_options(shown, toml):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--layout", "fdsp4"], "fdsp4 is no term of a layout, did you mean fsdp?"),
+        (["--layout", "fdsp4"], "fdsp4 is not a layout term, did you mean fsdp?"),
         (
             ["--layout", "tp2", "--parallelism.tensor_parallel_degree", "4"],
             "both set parallelism.tensor",
         ),
-        (["--layout", "fsdp4_accum3", "--batch", "8"], "8 is no multiple of 4 data-parallel ranks x 3 microbatches"),
+        (["--layout", "fsdp4_accum3", "--batch", "8"], "8 is not a multiple of 4 data-parallel ranks x 3 microbatches"),
     ],
 )
 def test_a_wrong_layout_is_one_message(refused, flags, said):
@@ -413,7 +413,7 @@ def test_config_diff_names_the_settings_that_differ(crius, toml, tmp_path):
     assert f"warning: compile.cache_dir in {older} is left out" in err
     code, _, err = crius("config", "diff", left, "nowhere")
     assert code == 2
-    assert "nowhere is no run folder, no TOML file and no recipe" in err
+    assert "nowhere is not a run folder, a TOML file or a recipe" in err
 
 
 def test_config_show_prints_every_setting_with_its_value_and_origin(crius, shown):
@@ -437,10 +437,10 @@ def test_config_show_prints_every_setting_with_its_value_and_origin(crius, shown
         (-1, 64, 2, BatchSizes(8, 64, 4)),
         (-1, 26, 2, BatchSizes(1, 26, 13)),
         (2, 16, 4, BatchSizes(2, 16, 2)),
-        (-1, 10, 4, "global_batch_size 10 is no multiple of the 4 data-parallel ranks; nearest that work: 8 or 12"),
-        (-1, 3, 4, "global_batch_size 3 is no multiple of the 4 data-parallel ranks; the least that works: 4"),
-        (3, 16, 2, "no multiple of local_batch_size 3 x 2 data-parallel ranks = 6; nearest that work: 12 or 18"),
-        (8, 4, 1, "no multiple of local_batch_size 8 x 1 data-parallel ranks = 8; the least that works: 8"),
+        (-1, 10, 4, "global_batch_size 10 is not a multiple of the 4 data-parallel ranks; nearest that work: 8 or 12"),
+        (-1, 3, 4, "global_batch_size 3 is not a multiple of the 4 data-parallel ranks; the least that works: 4"),
+        (3, 16, 2, "not a multiple of local_batch_size 3 x 2 data-parallel ranks = 6; nearest that work: 12 or 18"),
+        (8, 4, 1, "not a multiple of local_batch_size 8 x 1 data-parallel ranks = 8; the least that works: 8"),
     ],
 )
 def test_batch_sizes_are_filled_in_or_refused_with_the_nearest_that_work(local, total, ranks, want):

@@ -208,7 +208,7 @@ def test_a_run_resumes_with_the_rule_that_it_began_with(tmp_path, monkeypatch, r
     saved = inputs.saved_settings(config, tmp_path)
     decided = inputs.resolve(config, Machine(device="cpu"), saved=saved)
     assert decided.config.data == dataclasses.replace(config.data, add_bos=want)
-    assert decided.reasons["data.add_bos"] == ("as the checkpoint has it" if resumed else "as the tokenizer does")
+    assert decided.reasons["data.add_bos"] == ("as in the checkpoint" if resumed else "as the tokenizer does")
     asked = dataclasses.replace(config, data=DataConfig(add_bos=False))
     assert inputs.resolve(asked, Machine(device="cpu"), saved=saved).config.data == asked.data
 

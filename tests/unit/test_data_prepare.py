@@ -128,7 +128,7 @@ def test_the_train_command_that_is_printed_works_as_printed(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--data.format", "chat", "--data.columns", "a", "--data.columns", "a"], "a, a is not one column, or two"),
+        (["--data.format", "chat", "--data.columns", "a", "--data.columns", "a"], "a, a must be one or two columns"),
         (["--data.format", "chat", *["--data.columns", "a", "--data.columns", "b", "--data.columns", "c"]], "a, b, c"),
         (["--data.format", "chat", "--data.no_add_eos"], "data.add_eos has no effect with data.format chat"),
         (["--data.format", "chat", "--data.text_field", "t"], "data.text_field has no effect"),

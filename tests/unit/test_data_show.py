@@ -96,7 +96,7 @@ def test_a_run_shows_what_its_log_says_also_where_it_went_back(text, show, tmp_p
     assert [one["sample"] for one in show(folder, "--step", "1", "--json")[1]] == [4, 5, 6, 7]
     assert [one["sample"] for one in show(folder, "--step", "3", "--json")[1]] == [22, 23, 24, 25]
     code, _, err = show(folder, "--step", "4")
-    assert code == 2 and "step 4 is not in the log" in err
+    assert code == 2 and "step 4 is not in the sample log" in err
     (tmp_path / "a.jsonl").write_text('{"text": "' + "others " * 200 + '"}\n')
     for asked in (("--step", "3"), ("--sample", "0")):
         code, _, err = show(folder, *asked)

@@ -182,7 +182,7 @@ def test_meta_of_another_version_or_shape_is_refused(folder):
         with pytest.raises(DataError, match=r"as the sha256 of 'tokens.bin'"):
             TokenFile(folder)
     for content, want in {
-        "[]": "not JSON: it is no object",
+        "[]": "not JSON: it is not an object",
         "[" * 100_000: "not JSON: it is nested too deeply",
         '{"version": NaN}': "not JSON: NaN",
         json.dumps({"version": "\x1b[2J" * 10**5}): r"format version '\\x1b.*\.\.\.",

@@ -69,7 +69,7 @@ def test_a_run_says_what_it_took_and_goes_on_with_it_on_another_machine(tmp_path
         resolved = resolve(config, Machine(device="cuda"), saved=saved_settings(config, run_dir))
         return resolved.config.training.mixed_precision_param, resolved.reasons.get(PARAM[2:])
 
-    assert decided(asked, tmp_path) == ("float32", "as the checkpoint has it")
+    assert decided(asked, tmp_path) == ("float32", "as in the checkpoint")
     assert decided(with_dtype(asked, on_gpu=True), tmp_path) == ("bfloat16", None)  # asked for by name
     assert decided(asked, tmp_path / "new") == ("bfloat16", "a GPU")
 

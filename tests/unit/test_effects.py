@@ -71,10 +71,10 @@ def test_low_precision_is_counted_over_stages_and_told_for_the_whole_model():
     )
     assert str(gathers) == (
         "float8_all_gather: 49 of 56 weights are gathered in float8 "
-        "(scales one by one; the shards do not divide the rows of the others)"
+        "(scales one by one; the rows of the others do not divide into shards)"
     )
     [_, alone] = of_low_precision(precision, [Converted(56, 56)], shards=1)
-    assert alone.reason == "cast, not sent: each rank has whole weights"
+    assert alone.reason == "cast but not sent: each rank has whole weights"
     assert of_low_precision(precision, [Converted(0)], shards=2)[0].is_inactive
 
 
@@ -156,11 +156,11 @@ def test_a_strict_run_names_every_inactive_optimisation_with_reason_and_fix():
         check([CHECKPOINT, ASYNC_TP, PLANTED], strict=True)
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
-        "EffectError: asked for, but without effect: async_tp, planted.\n"
+        "EffectError: asked for but without effect: async_tp, planted.\n"
         "  from   --strict\n"
         "  why    async_tp: 0 fused (needs CUDA); planted: 0 of 4 modules (no pattern fits)\n"
         "  fix    leave out --parallelism.enable_async_tensor_parallel, --planted.enable; or leave out --strict, "
-        "and the run goes on without"
+        "and the run continues without"
     )
 
 

@@ -132,7 +132,7 @@ def test_a_record_of_something_else_is_left_alone(evaluate, tasks, tmp_path):
     (tmp_path / "one_line.json").write_text('{"my": "notes"}')
     before = record.read_bytes()
     for flags, words in (
-        (["--max_length", 50, "--out", record], "max_length 50, there 2048"),
+        (["--max_length", 50, "--out", record], "max_length 50, in the file 2048"),
         (["--out", tmp_path / "one_line.json"], "not a record"),
         (["--out", "/dev/null"], "not a regular file"),
         (["--out", mine], "not a record"),
@@ -240,7 +240,7 @@ def test_what_cannot_be_evaluated_is_refused_first(evaluate, tasks, flags, words
 def test_a_continuation_that_is_longer_than_the_context_is_refused(evaluate, tasks, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps({"context": "a", "continuation": "b" * 99}))
     code, out, err = evaluate("--tasks", tmp_path / "long.jsonl", "--max_length", 50)
-    assert (code, out) == (1, "") and "100 tokens, the model reads 50" in err and "long.jsonl, document 0" in err
+    assert (code, out) == (1, "") and "100 tokens, but the model reads 50" in err and "long.jsonl, document 0" in err
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):
@@ -325,5 +325,5 @@ def test_a_chat_is_scored_with_the_ids_that_training_has(evaluate, source, tmp_p
 
 def test_chat_is_refused_where_nobody_asks(evaluate, tasks):
     code, out, err = evaluate("--tasks", tasks, "--chat")
-    assert (code, out) == (2, "") and "text.txt" in err and "answers nobody" in err
+    assert (code, out) == (2, "") and "text.txt" in err and "is not an answer" in err
     assert "makes its prompts itself" in evaluate("--tasks", "lm_eval:piqa", "--chat")[2]

@@ -57,16 +57,16 @@ def test_faults_are_read_in_their_order(text):
 
 
 BAD_FAULTS = {
-    **{"nan": "step is missing", "nan:step=": "step '' is no whole", "nan:step=x": "step 'x' is no whole"},
+    **{"nan": "step is missing", "nan:step=": "step '' is not a whole", "nan:step=x": "step 'x' is not a whole"},
     **{"nan:step=5,step=6": "'step' is given twice", "nan:step=5,factor=2": "nan has no 'factor'"},
     **{"nan:step=5,": "nan has no ''", "inf:step=5": "there is no fault 'inf'", "nan:rank=1": "step is missing"},
-    **{"nan:step=5-": "is no whole", "spike:step=5": "factor is missing", "spike:step=5,factor=big": "is no number"},
-    **{"spike:step=5,factor=inf": "is no number", "nan:step=5,rank=-1": "rank '-1' is no whole"},
-    **{"nan:step=5,where=weights": "is none of loss, grad", "nan:step=5,layer=1": "nan has no 'layer'"},
-    **{"dropout:p=1": "is not between", "dropout:": "p is missing", "dropout:p=nan": "is no number"},
-    **{"kill:step=1-2": "happens once", "kill:rank=1": "step is missing", "kill:step=1,phase=save=": "is none of"},
-    **{"kill:step=1,phase=start": "comes before the steps", "kill:step=1,phase=lunch": "is none of start, load"},
-    **{"disk:save=1": "error is missing", "disk:save=1,error=eio": "is none of enospc"},
+    **{"nan:step=5-": "is not a whole", "spike:step=5": "factor is missing", "spike:step=5,factor=big": "not a number"},
+    **{"spike:step=5,factor=inf": "is not a number", "nan:step=5,rank=-1": "rank '-1' is not a whole"},
+    **{"nan:step=5,where=weights": "is not one of loss, grad", "nan:step=5,layer=1": "nan has no 'layer'"},
+    **{"dropout:p=1": "is not between", "dropout:": "p is missing", "dropout:p=nan": "is not a number"},
+    **{"kill:step=1-2": "happens once", "kill:rank=1": "step is missing", "kill:step=1,phase=save=": "is not one of"},
+    **{"kill:step=1,phase=start": "comes before the steps", "kill:step=1,phase=lunch": "is not one of start, load"},
+    **{"disk:save=1": "error is missing", "disk:save=1,error=eio": "is not one of enospc"},
     **{"disk:save=1,error=erofs,seconds=2": "seconds are for error=slow"},
     **{"nan:step=1;": "there is no fault ''", "nan:step=1;spike:step=2": "factor is missing"},
 }
@@ -96,7 +96,7 @@ def test_a_fault_that_is_not_understood_is_refused_with_the_grammar(text):
     ],
 )
 def test_a_fault_that_never_comes_is_refused_with_one_that_does(text, mended):
-    with pytest.raises(ConfigError, match="never comes: the run has steps 1 to 10 and ranks 0 to 3") as caught:
+    with pytest.raises(ConfigError, match="never happens: the run has steps 1 to 10 and ranks 0 to 3") as caught:
         read_faults({"CRIUS_FAULT": text}, 10, 4)
     assert caught.value.fix == f"CRIUS_FAULT={mended}"
     assert read_faults({"CRIUS_FAULT": mended.strip("'")}, 10, 4)
@@ -138,7 +138,7 @@ def test_a_planted_fault_is_in_its_step_alone(where, status):
 
 
 def test_a_fault_for_a_rank_without_the_loss_is_refused():
-    with pytest.raises(ConfigError, match="rank 1, which computes no loss"):
+    with pytest.raises(ConfigError, match="rank 1, which does not compute the loss"):
         plant_in_loss([LossFault(first=1, last=1, factor=math.nan, rank=1)], SumOfInput(), Alone(0, 1, CPU))
 
 
@@ -203,7 +203,7 @@ def test_a_fault_that_did_not_come_is_told(status, caplog, monkeypatch):
     status.update(phase="save")  # of another run of this process
     assert [record.getMessage() for record in caplog.records] == [
         "CRIUS_FAULT plants a fault: raise in save of step 2 on rank 0",
-        "CRIUS_FAULT planted a fault that did not come: raise in save of step 2 on rank 0",
+        "CRIUS_FAULT planted a fault that did not happen: raise in save of step 2 on rank 0",
     ]
 
 

@@ -92,12 +92,12 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
     few = write(tmp_path, vocab_size=200)
     grown = facts_of(parse(few), 0, None).config
     assert grown.model.vocab_size == 320
-    assert describe_rows(grown, 320, 257).endswith("(the tokenizer's, rounded up to a multiple of 64)")
+    assert describe_rows(grown, 320, 257).endswith("(the token ids, rounded up to a multiple of 64)")
     asked = facts_of(parse([*few, "--model.vocab_size", "256"]), 0, None).config
     assert asked.model.vocab_size == 256
     kept = facts_of(parse(write(tmp_path)), 0, None).config
     assert kept.model.vocab_size == 640
-    assert f"as model.vocab_size 640 says, with the sizes of {tmp_path}" in describe_rows(kept, 640, 257)
+    assert f"as in model.vocab_size 640, with the sizes of {tmp_path}" in describe_rows(kept, 640, 257)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"hidden_size": ...}, "it has no hidden_size"),
         ({"hidden_size": "48"}, 'hidden_size is "48", not a whole number above 0'),
-        ({"hidden_size": 50}, "model.dim 50 is no multiple of the 6 query heads"),
+        ({"hidden_size": 50}, "model.dim 50 is not a multiple of the 6 query heads"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"vocab_size": True}, "vocab_size is true"),
@@ -150,9 +150,9 @@ def test_all_that_does_not_fit_is_said_together(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"[1]", "it is no object"),
+        (b"[1]", "it is not an object"),
         (b'{"model_type": "llama", "model_type": "qwen3"}', "is there twice"),
-        (b'{"hidden_size": NaN}', "NaN is no number of JSON"),
+        (b'{"hidden_size": NaN}', "NaN is not a JSON number"),
         (b"\xff\xfe", "is not a valid config.json"),
         (b"[" * 100_000, "nested too deeply"),
         (b" " * (2 << 20), "longer than 1 MiB"),
@@ -232,7 +232,7 @@ def test_a_name_of_the_hub_is_not_fetched(capsys):
 
 
 def test_another_model_beside_it_is_refused(tmp_path, capsys):
-    assert "is given beside model.from_hf" in refused(capsys, [*write(tmp_path), "--model.flavor", "8b"])
+    assert "conflicts with model.from_hf" in refused(capsys, [*write(tmp_path), "--model.flavor", "8b"])
     assert "not the model_type of qwen3" in refused(capsys, [*write(tmp_path), "--model.name", "qwen3"])
 
 
@@ -246,7 +246,7 @@ def test_verbs_beside_train_take_it(tmp_path, capsys):
     assert re.search(r"this run +llama3/custom on 1 rank", capsys.readouterr().out)
     large = ["--model.num_layers", "4000", "--model.dim", "9600", "--model.vocab_size", "640"]
     assert cli.main(["doctor", *flags, *large]) == 1
-    fix = "--model.dim 9600 --model.num_layers 4000 says which GPUs hold it"
+    fix = "--model.dim 9600 --model.num_layers 4000 shows which GPUs have it"
     assert f"crius plan --model.from_hf {tmp_path} --model.vocab_size 640 {fix}" in capsys.readouterr().out
     assert cli.main(["doctor", *flags, "--steps", "0"]) == 1
     said = capsys.readouterr().out

@@ -274,7 +274,7 @@ def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch, cap
 
 def test_a_target_that_is_there_is_left_alone(folder, tmp_path, capsys):
     assert main(["import", str(folder), str(folder)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

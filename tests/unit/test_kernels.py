@@ -324,7 +324,7 @@ def test_a_fast_path_keeps_nothing_but_its_inputs(name, fast):
         (
             ("auto", "auto", "auto"),
             "cuda",
-            {"capability": (9, 0), "has_mask": True, "no_varlen": "it takes 16-bit numbers only"},
+            {"capability": (9, 0), "has_mask": True, "no_varlen": "it needs 16-bit numbers"},
             ("torch", "torch", ("flash", "efficient", "math")),
         ),
         (

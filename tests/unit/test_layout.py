@@ -54,18 +54,18 @@ def test_other_spellings_have_one_canonical_form(text, canonical):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("fdsp2", "fdsp2 is no term of a layout, did you mean fsdp?"),
-        ("fsdp", "fsdp is no term"),
-        ("fsdp0", "fsdp0 is no term"),
-        ("fsdp2x2", "fsdp2x2 is no term"),
-        ("hsdp4", "hsdp4 is no term"),
-        ("2", "2 is no term"),
+        ("fdsp2", "fdsp2 is not a layout term, did you mean fsdp?"),
+        ("fsdp", "fsdp is not a layout term"),
+        ("fsdp0", "fsdp0 is not a layout term"),
+        ("fsdp2x2", "fsdp2x2 is not a layout term"),
+        ("hsdp4", "hsdp4 is not a layout term"),
+        ("2", "2 is not a layout term"),
         ("", "an empty term"),
         ("fsdp2__tp2", "an empty term"),
-        ("FSDP2", "FSDP2 is no term"),
+        ("FSDP2", "FSDP2 is not a layout term"),
         ("fsdp2_hsdp2x2", "sets dp_shard a second time"),
         ("tp2_tp2", "sets tp a second time"),
-        ("pp2+zbv", "zbv is no option of a layout"),
+        ("pp2+zbv", "zbv is not a layout option"),
         ("1+compiled", "did you mean compile?"),
         ("1+full+selective", "both set activation_checkpoint.mode"),
         ("pp2+gpipe+1f1b", "both set parallelism.pipeline_parallel_schedule"),
@@ -119,6 +119,6 @@ def test_an_open_global_batch_is_filled_so_that_it_splits():
 
 def test_a_batch_that_does_not_split_is_refused():
     config = RunConfig(training=TrainingConfig(global_batch_size=16))
-    with pytest.raises(LayoutError, match="16 is no multiple of 3 data-parallel ranks x 1 microbatches") as caught:
+    with pytest.raises(LayoutError, match="16 is not a multiple of 3 data-parallel ranks x 1 microbatches") as caught:
         apply_layout(config, parse_layout("fsdp3"))
     assert "18" in caught.value.fix

@@ -77,7 +77,7 @@ def test_an_owner_on_another_host_is_named(tmp_path, monkeypatch):
 def test_a_lock_without_words_still_holds(tmp_path):
     with lock.run_lock(tmp_path, "train"):
         (tmp_path / "run.lock").write_text("[not json")
-        with pytest.raises(ConfigError, match="a process that has not said who it is"):
+        with pytest.raises(ConfigError, match="an unknown process"):
             lock.run_lock(tmp_path, "train").__enter__()
 
 
@@ -91,7 +91,7 @@ def test_a_symbolic_link_is_not_followed(tmp_path):
 
 def test_a_pipe_is_no_lock(tmp_path):
     os.mkfifo(tmp_path / "run.lock")
-    with pytest.raises(EnvironmentError, match="no plain file"):
+    with pytest.raises(EnvironmentError, match="not a regular file"):
         lock.run_lock(tmp_path, "train").__enter__()
 
 
@@ -119,8 +119,8 @@ def test_a_removed_folder_is_taken_again(tmp_path, often, capsys):
         with pytest.raises(ConfigError, match=f"crius train, process {os.getpid()} on"):
             lock.run_lock(run_dir, "train").__enter__()
     assert capsys.readouterr().err == (
-        f"\nwarning: the run folder {run_dir} was removed, or renamed, while this run writes to it: it is made again; "
-        "what was in it is gone\n"
+        f"\nwarning: the run folder {run_dir} was removed, or renamed, while this run writes to it: "
+        "it is created again, but its files are lost\n"
     )
     with lock.run_lock(run_dir, "train"):
         pass
@@ -154,5 +154,5 @@ def test_a_full_disk_does_not_keep_a_run_from_its_folder(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(lock.os, "pwrite", fail)
-        with lock.run_lock(tmp_path, "train"), pytest.raises(ConfigError, match="a process that has not said who"):
+        with lock.run_lock(tmp_path, "train"), pytest.raises(ConfigError, match="an unknown process"):
             lock.run_lock(tmp_path, "train").__enter__()

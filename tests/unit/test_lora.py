@@ -122,7 +122,7 @@ def test_a_model_whose_layers_have_state_is_refused():
 
 def test_an_embedding_and_an_output_layer_are_refused_by_name():
     [error] = rules_lora.targets_fit_layers(facts_of([*ON, TARGETS, "output"]))
-    assert "not for embedding, output layer, norms and experts" in error.why
+    assert "not the embedding, the output layer, norms or experts" in error.why
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_a_style_splits_the_dim_it_is_named_for(style, heads, degree, wanted):
 
 
 def test_a_style_that_splits_an_unknown_dim_is_refused():
-    with pytest.raises(PlanError, match="which dim of a linear layer the style diagonal splits is not known"):
+    with pytest.raises(PlanError, match="the style diagonal does not say which dim of a linear layer it splits"):
         parts("diagonal", 4, 2)
 
 
@@ -196,7 +196,7 @@ def test_the_table_ends_with_shares_and_the_price_of_padding():
     mine = 8 * sum(rows * columns for rows, columns in shares(flags).values()) + 282 * 128
     assert padded[-1].endswith(
         f"converted: 100.0% of the linear layers' weights and FLOPs; padding adds {100 * 6 / 282:.1f}% to the weights "
-        f"and FLOPs of 1 of them, {100 * 6 * 128 / mine:.2f}% to those of all"
+        f"and FLOPs of 1 of them, {100 * 6 * 128 / mine:.2f}% to all layers"
     )
     assert "per rank" in padded[0]
     assert padded[-2].split() == "output x 1 2256 x 128 282 x 128 converted padded 282 x 128 -> 288 x 128".split()

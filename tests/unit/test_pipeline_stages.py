@@ -77,7 +77,7 @@ EXPLICIT = {
     ("tok_embeddings,layers.0-2", "layers.3,norm,output"): "",
     ("tok_embeddings,layers.0-2", "layer.3,norm,output"): "no module layer.3, did you mean layers.3",
     ("tok_embeddings,layers.0-2", "layers.2-3,norm,output"): "layers.2 is on 2 stages",
-    ("tok_embeddings,layers.0-1", "layers.3,norm,output"): "layers.2 is on no stage",
+    ("tok_embeddings,layers.0-1", "layers.3,norm,output"): "no stage has module layers.2",
     ("tok_embeddings,layers.1,layers.0,layers.2", "layers.3,norm,output"): "layers.1 is out of order",
     ("tok_embeddings", "layers.0-3,norm,output"): "stage 0 has no layer",
     ("tok_embeddings,layers.0-3,norm,output",): "1 lists of modules are given, but there are 2 stages",
@@ -189,7 +189,7 @@ def test_interleaving_one_stage_a_rank_has_the_bubble_of_1f1b():
 BAD_FILES = {
     "0F0,0B0\n": "has 1 rows of actions, but pipeline_parallel_degree is 2",
     "0F0,0SEND_F0,0B0\n1F0,1B0\n": "row 1 has '0SEND_F0'",
-    "0F0,0B0\n0F1,0B1\n": "none may be on two",
+    "0F0,0B0\n0F1,0B1\n": "and each stage one rank",
     "0F0,0B0\n1F0\n": "does not run stage 1 forward and backward once",
     "0B0,0F0\n1F0,1B0\n": "waits for itself",
     "": "has 0 rows",

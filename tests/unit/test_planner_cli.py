@@ -121,7 +121,7 @@ def test_an_impossible_case_says_how_many_gpus_and_what_to_change(plan, planned)
     ("case", "host", "is_proposed"),
     [
         (["8b", "--gpus", "1", "--gpu", "rtx-4090"], "needs 120 GiB of memory on the host", True),
-        (["405b", "--gpus", "8"], "needs 6,048 GiB of memory on a host of 8 GPUs, more than most have", False),
+        (["405b", "--gpus", "8"], "needs 6,048 GiB of memory on a host of 8 GPUs, more than most hosts have", False),
         (["8b", "--gpus", "1", "--gpu", "rtx-4090", "--training.no_enable_cpu_offload"], "", False),
     ],
 )
@@ -187,7 +187,7 @@ def test_experts_that_do_not_fit_have_remedies(planned):
     [
         (["--flavor", "8c"], "no flavor 8c"),
         (["--model", "llama4"], "did you mean llama3?"),
-        (["--model", "mixtral"], "which size of mixtral is not given"),
+        (["--model", "mixtral"], "the size of mixtral is not given"),
         (["--model", "deepseek-v3"], "use deepseek-v3-671b"),
         (["--gpu", "h1000"], "GPU 'h1000' is not known, and there is no such file, did you mean h100?"),
         (["--gpus", "-1"], "a count is at least 1"),
@@ -198,9 +198,9 @@ def test_experts_that_do_not_fit_have_remedies(planned):
             "from   --quantize.dense.float8.enable (command line)",
         ),
         (["--gpu", "h100", "--quantize.dense.mxfp8.enable"], "h100-80g has no mxfp8 matmuls"),
-        (["--gpus", "8"], "which size of llama3 is not given"),
-        (["--gpu", "a100", "--precision", "float8"], "which size of llama3 is not given"),
-        (["--flavor", "8b", "--local_batch_size", "3", "--global_batch_size", "8"], "8 is no multiple of 3"),
+        (["--gpus", "8"], "the size of llama3 is not given"),
+        (["--gpu", "a100", "--precision", "float8"], "the size of llama3 is not given"),
+        (["--flavor", "8b", "--local_batch_size", "3", "--global_batch_size", "8"], "8 is not a multiple of 3"),
         (
             ["--flavor", "8b", "--parallelism.expert_parallel_degree", "2"],
             "needs a model with experts",
@@ -214,7 +214,7 @@ def test_experts_that_do_not_fit_have_remedies(planned):
         ),
         (
             ["--flavor", "8b", "--gpus", "8", "--parallelism.tensor_parallel_degree", "16"],
-            "8 GPUs are no multiple of 16",
+            "8 GPUs are not a multiple of 16",
         ),
         (["--gpus", "9", "--nodes", "1"], "--nodes 1 of 8 GPUs are not --gpus 9"),
         (["--gpu", "a100", "--precision", "float8"], "a100-80g has no float8 matmuls"),

@@ -251,7 +251,7 @@ def test_an_impossible_case_names_the_fewest_gpus():
     one = case(gpus=1, gpu="rtx-4090")
     with pytest.raises(LayoutError, match="does not fit on 1 x rtx-4090") as error:
         recommend(replace(one, pinned=frozenset()))
-    assert f"take {fewest_gpus(one)} GPUs" in error.value.fix
+    assert f"use {fewest_gpus(one)} GPUs" in error.value.fix
     assert "--training.enable_cpu_offload" in error.value.fix
     larger = case(flavor="405b", gpus=8)
     with pytest.raises(LayoutError) as error:
@@ -276,7 +276,7 @@ def test_a_plan_says_what_was_rejected_and_why():
     assert len({(one.workload.layout, one.workload.schedule) for one in plan.rows}) == len(plan.rows) == 5
     assert plan.rejected and all(one.reason for one in plan.rejected)
     changes = {one.text for one in plan.nearby}
-    assert {"TP 2 in place of 1", "float8", "activation checkpointing full", "without compile"} <= changes
+    assert {"TP 2 instead of 1", "float8", "activation checkpointing full", "without compile"} <= changes
 
 
 @pytest.mark.parametrize(

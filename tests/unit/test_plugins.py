@@ -117,7 +117,7 @@ def test_a_sink_that_fails_ends_no_run(place, name, why):
     [
         (["--model.name", "broken"], "broken (broken:SPEC) cannot be imported: ZeroDivisionError"),
         (["--model.name", "broken"], "broken.py, line 2"),
-        (["--model.name", "other"], "other is no crius.models.spec.ModelSpec, but type"),
+        (["--model.name", "other"], "other is not a crius.models.spec.ModelSpec, but type"),
         (["--model.name", "mymodle"], "no model is called mymodle, did you mean mymodel?"),
         (["--model.name", "nobodys"], "nobodys (broken:SPEC) cannot be imported"),
         (["--data.source", "odd", "--data.path", "notes"], "version of a FileKind must be text"),
@@ -125,7 +125,7 @@ def test_a_sink_that_fails_ends_no_run(place, name, why):
         (["--metrics.sinks", "number"], "sink number cannot be called"),
         (["--metrics.sinks", "leaves"], "leaves (leaves:Sink) cannot be imported: SystemExit"),
         (["--data.source", "markdwn", "--data.path", "notes"], "did you mean markdown?"),
-        (["--data.source", "strange", "--data.path", "notes"], "strange is no crius.data.documents.FileKind"),
+        (["--data.source", "strange", "--data.path", "notes"], "strange is not a crius.data.documents.FileKind"),
         (["--data.source", "failing", "--data.path", "notes"], "data.source failing failed on notes/a.md: ValueError"),
         (["--metrics.sinks", "losess"], "no sink is called losess, did you mean losses?"),
     ],

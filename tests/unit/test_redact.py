@@ -141,7 +141,7 @@ def test_an_error_report_has_no_secrets_and_is_for_its_owner_alone(tmp_path):
 
 
 def test_the_report_of_a_hang_is_for_its_owner_alone(tmp_path):
-    Hang(HangError("rank 0 does not go on."), [], tmp_path).publish(tmp_path / "incidents")
+    Hang(HangError("rank 0 makes no progress."), [], tmp_path).publish(tmp_path / "incidents")
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "incidents").iterdir()}
     assert modes == {"hang-0.txt": 0o600, "hang-0.json": 0o600}
 

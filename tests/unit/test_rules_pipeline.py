@@ -33,14 +33,14 @@ CASES = [
     (
         rules_pipeline.stages_per_rank_suit,
         [PIPELINE, "2", f"{PREFIX}stages_per_rank", "2"],
-        "1f1b has exactly 1 on each rank",
+        "1f1b, which needs exactly 1 on each rank",
         f"{PREFIX}stages_per_rank",
         f"{PREFIX}stages_per_rank -1",
     ),
     (
         rules_pipeline.modules_split,
         [PIPELINE, "16"],
-        "16 pipeline ranks of 1 stages are 16 stages, more than the 8 layers of llama3/debug",
+        "16 pipeline ranks with 1 stages each make 16 stages, more than the 8 layers of llama3/debug",
         PIPELINE,
         f"{PIPELINE} 8",
     ),
@@ -54,7 +54,7 @@ CASES = [
     (
         rules_pipeline.microbatches_suit,
         [PIPELINE, "4", *BATCH, "4"],
-        "2 microbatches a step do not suit 1f1b on 4 pipeline ranks; legal for the 8 sequences of a data-parallel rank",
+        "2 microbatches per step do not suit 1f1b on 4 pipeline ranks; legal for the 8 sequences of a",
         "--training.local_batch_size",
         "--training.local_batch_size 2",
     ),

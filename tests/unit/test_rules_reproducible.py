@@ -24,7 +24,7 @@ FLOAT8 = "--quantize.dense.float8."
 # rule, flags, in the sentence, flags that mend it as "fix" says
 CASES = [
     (virtual_shards_cut_the_batch, [SHARDS, "4"], "has no effect without training.reproducible", [ON]),
-    (virtual_shards_cut_the_batch, [ON, SHARDS, "6"], "virtual_shards 6 is no power of two", [SHARDS, "4"]),
+    (virtual_shards_cut_the_batch, [ON, SHARDS, "6"], "virtual_shards 6 is not a power of two", [SHARDS, "4"]),
     (
         virtual_shards_cut_the_batch,
         [ON, SHARDS, "4", SHARD, "8"],
@@ -136,7 +136,7 @@ def test_ranks_that_are_no_power_of_two_are_told_to_be():
 def test_a_batch_that_is_no_multiple_of_the_virtual_shards_is_refused_once():
     flags = [ON, SHARD, "2", GLOBAL, "12"]
     [error] = [problem for rule in rules.RULES for problem in rule(facts_of(flags))]
-    assert error.what == "global_batch_size 12 is no multiple of the 8 virtual shards."
+    assert error.what == "global_batch_size 12 is not a multiple of the 8 virtual shards."
     assert error.fix.startswith("--training.global_batch_size 16")
     rules.check(facts_of([*flags, GLOBAL, "16"]))
 

@@ -64,7 +64,7 @@ def test_a_removed_file_is_begun_again_with_its_head(tmp_path):
         shutil.rmtree(tmp_path / "run")
         file.append(line)
         assert (tmp_path / "run/a").read_text() == f"head\n{line}"
-    assert warnings == [f"{tmp_path}/run/a was removed or replaced, and is begun again: lines are lost"]
+    assert warnings == [f"{tmp_path}/run/a was removed or replaced, and is started again: lines are lost"]
 
 
 def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path):
@@ -156,5 +156,5 @@ def test_logging_goes_on_without_its_file(tmp_path, full_disk, capsys):
     assert shown.out == "one\ntwo\n"
     assert shown.err == (
         f"warning: {tmp_path}/logs/rank-0.log cannot be written (No space left on device): its lines are lost, and "
-        "the run goes on\n"
+        "the run continues\n"
     )

@@ -339,7 +339,7 @@ def test_spike_skip_leaves_steps_out_until_there_are_too_many(tmp_path):
     for _ in range(2):
         bench.take_step(scale=50.0)
     assert is_same(bench.bits(), before) and bench.state.skipped_steps == 2
-    with pytest.raises(SpikeError, match="3 such steps in a row"):
+    with pytest.raises(SpikeError, match="3 skipped steps in a row"):
         bench.take_step(scale=50.0)
 
 

@@ -160,7 +160,7 @@ NEW, OLD = (
         (None, "", "torch 2.15.0+cpu is a CPU build", NEW),
         (None, "550.54.15", "torch 2.15.0+cpu is a CPU build", f"{NEW} {OLD}cu126"),
         ("13.2", "550.54.15", "driver 550.54.15; torch 2.15.0+cu132 is built for CUDA 13.2, which needs 580", "cu126"),
-        ("12.6", "470.82.01", "built for CUDA 12.6, which needs 525 or newer", "there is no torch for this one"),
+        ("12.6", "470.82.01", "built for CUDA 12.6, which needs 525 or newer", "there is no torch for this driver"),
         ("13.2", "580.65.06", "built for CUDA 13.2 and says: ", "nvidia-smi shows whether the driver works"),
         ("13.2", "", "nvidia0, driver not loaded; torch 2.15.0+cu132", "nvidia-smi shows whether the driver works"),
     ],

@@ -1,1 +1,1 @@
-"""Measurements on this machine: which optimizer and which low-precision format pay."""
+"""Measurements on this machine: which optimizer and which low-precision format are worthwhile."""

@@ -1,8 +1,10 @@
-"""``crius plan --calibrate``: what this machine reaches, as a hardware file for the planner, in less than a minute.
+"""``crius plan --calibrate``: measures the speed of this machine in less than a minute, as a hardware file for the
+planner.
 
-Matmuls, attention, copies and an all-gather are timed by themselves. What lies between them in a step is found from
-short runs of ``crius train`` itself: of a model with next to nothing to compute, the fixed cost of an operation and the
-memory of a process; of two larger ones, before all else and after it, what elementwise operations reach.
+Matmuls, attention, copies and an all-gather are timed by themselves. The costs between them in a step come from short
+runs of ``crius train`` itself. A run with next to nothing to compute gives the fixed cost of an operation and the
+memory of a process. Two larger runs, one before and one after all other measurements, give the speed of elementwise
+operations.
 """
 
 import contextlib
@@ -37,16 +39,16 @@ from crius.train.inputs import describe_model
 from crius.units import GIB
 
 LIMIT_SECONDS = 58
-"""After which a short run is given up: of all together."""
+"""Seconds after which the short runs, taken together, are given up."""
 
 SLOW_SECONDS = 8
-"""Where the smallest run takes longer, the others have half their steps."""
+"""Seconds of the smallest run above which the others have half their steps."""
 
 MOST_OFF = 0.35
-"""Share by which the plan of a short run may differ from the run: beyond, what was measured is not of one machine."""
+"""Largest relative difference between a short run and its plan; beyond it the measurements contradict each other."""
 
 AGAIN_BEFORE_SECONDS = 30
-"""Until when the larger runs are made a second time: a machine that others use too is not as fast at every moment."""
+"""Seconds until which the larger runs may be repeated: a machine with other users is not equally fast at all times."""
 
 _EMPTY = {"model.num_layers": 2, "training.seq_len": 16, "training.global_batch_size": 1, "training.steps": 30}
 
@@ -66,24 +68,24 @@ _SIZES: dict[str, tuple[dict[str, str | int], ...]] = {
 _WARM_STEPS = 3
 _Span = tuple[float, float]
 _Change = Callable[[Hardware, float], Hardware]
-_OP = (1e-7, 1e-3)  # seconds of an operation, from the least to the most
+_OP = (1e-7, 1e-3)  # seconds per operation, least and most
 _REACH = (0.02, 1.5)  # share of the speed of copies; beyond 1, caches help
-_TOO_FAR = 1.3  # of it: caches alone do not explain that
-_SPEED = (0.2, 20.0)  # factor on what was timed by itself
+_TOO_FAR = 1.3  # more than caches can explain
+_SPEED = (0.2, 20.0)  # factor on the single timings
 _BASE = {"model.flavor": "debug", "validation.interval": 0, "metrics.log_interval": 1, "data.source": "text"}
-_PRECISION = {"cpu": {"training.mixed_precision_param": "float32"}, "cuda": {}}  # as recipes for that device have it
+_PRECISION = {"cpu": {"training.mixed_precision_param": "float32"}, "cuda": {}}  # as in the recipes for that device
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A short run, and what it showed.
+    """A short run and its measurements.
 
     Attributes:
-        name: of its model.
-        workload: what it computed.
-        seconds: of a step, the median of those after the first ones.
-        nbytes: its peak, as the run reports it.
-        num_tokens: of a step.
+        name: name of its model.
+        workload: the computed work.
+        seconds: time of a step, the median without the first steps.
+        nbytes: its peak memory, as the run reports it.
+        num_tokens: tokens of a step.
     """
 
     name: str
@@ -94,17 +96,17 @@ class Probe:
 
 
 def calibrate(out: Path | None, *, as_json: bool = False) -> int:
-    """Measure this machine, write what was found, and print it.
+    """Measure this machine, write the hardware file, and print the results.
 
     Args:
-        out: file to write; None: the one that runs on this machine look for.
-        as_json: print the hardware as JSON instead of what was measured.
+        out: file to write; None: the file that runs on this machine look for.
+        as_json: print the hardware as JSON instead of the measurements.
 
     Returns:
         0.
 
     Raises:
-        EnvironmentError: a short run failed here or took too long, what was measured contradicts itself, or the file
+        EnvironmentError: a short run failed here or took too long, the measurements contradict each other, or the file
             cannot be written.
     """
     file = out or user_file()
@@ -126,10 +128,10 @@ def measure(say: Callable[[str], None]) -> Hardware:
     """Measure the GPU or the CPU of this machine.
 
     Args:
-        say: is told what was measured.
+        say: receives lines about the measurements.
 
     Raises:
-        EnvironmentError: a short run failed here or took too long, or what was measured contradicts itself.
+        EnvironmentError: a short run failed here or took too long, or the measurements contradict each other.
     """
     begin = time.monotonic()
     until = begin + LIMIT_SECONDS
@@ -137,7 +139,7 @@ def measure(say: Callable[[str], None]) -> Hardware:
     kind = "cuda" if num_gpus else "cpu"
     ranks = num_gpus if kind == "cuda" else 2
     with tempfile.TemporaryDirectory(prefix="crius-calibrate-") as folder:
-        # first: the peak memory of a process begins at that of the one which started it
+        # first: the peak memory of a process begins at its parent's
         text = Path(folder) / "text.txt"
         text.write_text(_words(), encoding="utf-8")
         base = {**_BASE, **_PRECISION[kind], "data.path": str(text)}
@@ -146,9 +148,9 @@ def measure(say: Callable[[str], None]) -> Hardware:
         if time.monotonic() - begin > SLOW_SECONDS:
             sizes = tuple({**size, "training.steps": int(size["training.steps"]) // 2} for size in sizes)
         probes += [_probe({**base, **size}, kind, folder, until) for size in sizes]
-        speed, empty = gather_speed(kind, ranks) if ranks > 1 else (0.0, 0.0)  # then: it forks
+        speed, empty = gather_speed(kind, ranks) if ranks > 1 else (0.0, 0.0)  # next, because it forks
         found = _of_kernels(kind, speed, empty, num_gpus)
-        torch.cuda.empty_cache()  # for the runs to come, which share the GPU with this process; nothing on a CPU
+        torch.cuda.empty_cache()  # for the next runs, which share the GPU with this process; no effect on a CPU
         if time.monotonic() - begin < AGAIN_BEFORE_SECONDS:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 again = [_probe({**base, **size}, kind, f"{folder}/again", until, is_needed=False) for size in sizes]
@@ -160,7 +162,7 @@ def measure(say: Callable[[str], None]) -> Hardware:
     found = solved(found, probes)
     say(
         f"operation {1e6 * (found.op_seconds or 0):.1f} us; memory at rest {found.resident_bytes / GIB:.2f} GiB "
-        f"and {found.resident_share:.0%} beside tensors"
+        f"and {found.resident_share:.0%} on top of tensors"
     )
     say(f"elementwise operations reach {found.memory_efficiency or 0:.0%} of the speed of copies")
     checks = [_check(found, probe) for probe in probes[1:]]
@@ -169,14 +171,14 @@ def measure(say: Callable[[str], None]) -> Hardware:
     say(f"took {time.monotonic() - begin:.0f} s")
     if any(off > MOST_OFF for _, off in checks):
         raise _unsure(
-            "what was measured contradicts itself, and nothing was written.",
-            why=f"plans of the short runs may be {MOST_OFF:.0%} off them: {'; '.join(line for line, _ in checks)}",
+            "the measurements contradict each other, and nothing was written.",
+            why=f"plans of short runs may be off by {MOST_OFF:.0%}: {'; '.join(line for line, _ in checks)}",
         )
     return found
 
 
 def _check(found: Hardware, probe: Probe) -> tuple[str, float]:
-    """The plan of ``probe`` beside the run, as a line, and how far the slower of them is from the other."""
+    """The plan of ``probe`` and the run, as a line, and how far the slower of the two is from the other."""
     planned, measured = probe.num_tokens / step_time(probe.workload, found).total, probe.num_tokens / probe.seconds
     off = f"{planned / measured - 1:+.0%}"
     line = f"check {probe.name}: planned {planned:,.0f} tokens/s, measured {measured:,.0f} ({off})"
@@ -210,7 +212,7 @@ def _of_kernels(kind: str, speed: float, empty: float, num_gpus: int) -> Hardwar
         torch.float32: matmul_flops(device, torch.float32),
         torch.bfloat16: matmul_flops(device, torch.bfloat16, is_slow=not has_bfloat16),
     }
-    dtype = torch.bfloat16 if kind == "cuda" else torch.float32  # that of the recipes
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32  # the dtype of the recipes
     where = f"torch {torch.__version__}, crius {crius.__version__}"
     return replace(
         base,
@@ -230,12 +232,12 @@ def _of_kernels(kind: str, speed: float, empty: float, num_gpus: int) -> Hardwar
 
 
 def _words() -> str:
-    """A corpus for runs whose loss nobody looks at."""
+    """A corpus for runs whose loss does not matter."""
     return "\n\n".join(f"{number} times {number + 1} is {number * (number + 1)}." * 20 for number in range(400))
 
 
 def _probe(settings: dict[str, object], kind: str, folder: str, until: float, *, is_needed: bool = True) -> Probe:
-    """Run ``crius train`` with ``settings`` as a user would, ``until`` a time at most."""
+    """Run ``crius train`` with ``settings`` as a user would, at most ``until`` a time."""
     run_dir = Path(folder) / f"run-{settings['model.flavor']}-{settings['training.seq_len']}"
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "crius", "train", "--nproc", "1", *flags, "--job.run_dir", str(run_dir)]
@@ -256,14 +258,14 @@ def _probe(settings: dict[str, object], kind: str, folder: str, until: float, *,
             raise
         raise _unsure(
             f"this machine could not be measured within {LIMIT_SECONDS} s, and nothing was written.",
-            why=f"a short run of {settings['model.flavor']} was not done by then.",
+            why=f"a short run of {settings['model.flavor']} had not ended by then.",
         ) from error
     if done.returncode:
         raise EnvironmentError(
             f"a short run of {settings['model.flavor']} ended with {done.returncode}.",
             where=" ".join(command[1:]),
             why=done.stderr.strip()[-500:],
-            fix="crius doctor says what is missing",
+            fix="crius doctor shows what is missing",
         )
     return _read(settings, run_dir, kind)
 
@@ -286,23 +288,23 @@ def _read(settings: dict[str, object], run_dir: Path, kind: str) -> Probe:
 
 
 def _mean(first: Probe, second: Probe) -> Probe:
-    """Two runs of one model as one; the memory is the first's, which nothing came before."""
+    """Two runs of one model as one. The memory is the first run's, because nothing ran before it."""
     return replace(first, seconds=(first.seconds + second.seconds) / 2)
 
 
 def solved(found: Hardware, probes: Sequence[Probe]) -> Hardware:
-    """``found`` with the fixed cost of an operation, the reach of memory and the memory at rest that ``probes`` showed.
+    """``found`` with the fixed cost of an operation, the speed of memory and the memory at rest from ``probes``.
 
-    Where the larger ones were faster than what was timed by itself allows, other programs were in its way: then it is
-    the matmuls' rate that follows from them.
+    If the larger runs were faster than the single timings allow, other programs slowed those timings: then the rate of
+    the matmuls follows from the runs.
 
     Args:
-        found: what single operations reach.
-        probes: of a model with next to nothing to compute, and of larger ones.
+        found: speeds of single operations.
+        probes: a run with next to nothing to compute, and larger runs.
     """
     empty, *larger = probes
     found = replace(_with_rest(found, empty, larger), memory_efficiency=found.memory_efficiency or 1.0)
-    for _ in range(3):  # each hardly depends on the other
+    for _ in range(3):  # the two hardly depend on each other
         found = _with_op(found, _fitted(found, _with_op, [empty], _OP, sign=1))
         found = _with_reach(found, _fitted(found, _with_reach, larger, _REACH))
     if found.memory_efficiency and found.memory_efficiency >= _TOO_FAR:
@@ -312,7 +314,7 @@ def solved(found: Hardware, probes: Sequence[Probe]) -> Hardware:
 
 
 def _faster(found: Hardware, factor: float) -> Hardware:
-    """``found`` with matmuls, and attention with them, ``factor`` times as fast."""
+    """``found`` with ``factor`` times as fast matmuls and attention."""
     return replace(found, float32_flops=found.float32_flops * factor, bfloat16_flops=found.bfloat16_flops * factor)
 
 
@@ -325,14 +327,14 @@ def _with_reach(found: Hardware, share: float) -> Hardware:
 
 
 def _fitted(found: Hardware, change: _Change, probes: Sequence[Probe], span: _Span, sign: int = -1) -> float:
-    """The value in ``span`` with which plans of ``probes`` take as long as the runs did; geometric mean over them.
+    """The value in ``span`` for which plans of ``probes`` take as long as the runs did; geometric mean over them.
 
     Args:
-        found: the hardware otherwise.
-        change: gives it the value.
-        probes: what was run.
+        found: the hardware, except for this value.
+        change: sets the value.
+        probes: the runs.
         span: least and greatest value.
-        sign: 1 where plans take longer as the value grows, else -1.
+        sign: 1 if plans take longer as the value grows, else -1.
     """
 
     def off(probe: Probe, value: float) -> float:
@@ -342,7 +344,7 @@ def _fitted(found: Hardware, change: _Change, probes: Sequence[Probe], span: _Sp
 
 
 def _with_rest(found: Hardware, empty: Probe, larger: Sequence[Probe]) -> Hardware:
-    """``found`` with the memory that a process takes beside its tensors: always, and for each byte of them."""
+    """``found`` with the memory that a process takes on top of its tensors: a fixed part, and a part per byte."""
     bare = replace(found, resident_bytes=0.0, resident_share=0.0)
 
     def held(probe: Probe) -> float:
@@ -350,7 +352,7 @@ def _with_rest(found: Hardware, empty: Probe, larger: Sequence[Probe]) -> Hardwa
         return estimate.total
 
     shares = []
-    if found.generation == "cpu":  # a GPU's allocator says of its own what it holds
+    if found.generation == "cpu":  # a GPU's allocator reports its own memory
         grown = [(probe.nbytes - empty.nbytes, held(probe) - held(empty)) for probe in larger]
         shares = [measured / planned - 1 for measured, planned in grown if planned > 0]
     share = min(1.0, max(0.0, statistics.fmean(shares))) if shares else 0.0
@@ -359,7 +361,7 @@ def _with_rest(found: Hardware, empty: Probe, larger: Sequence[Probe]) -> Hardwa
 
 
 def _root(rising: Callable[[float], float], span: _Span) -> float:
-    """Where ``rising`` crosses 0 in ``span``; the nearer end where it does not."""
+    """The point in ``span`` where ``rising`` crosses 0; the nearer end if it does not."""
     low, high = span
     if rising(low) >= 0 or rising(high) <= 0:
         return low if rising(low) >= 0 else high

@@ -1,4 +1,4 @@
-"""What single operations of a step reach here: matmuls, attention, copies, and a gather of two ranks."""
+"""Speed of single operations of a step here: matmuls, attention, copies, and a gather of two ranks."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ from crius.tools.bench.machine import seconds_of, wait_for
 from crius.train.setup import run_kernels
 
 BUDGET_SECONDS = 1.0
-"""Spent on one kind of operation, at least three of it."""
+"""Seconds spent on one kind of operation, at least three repetitions."""
 
 _TOKENS, _DIM, _FFN = {"cpu": 512, "cuda": 8192}, {"cpu": 512, "cuda": 4096}, {"cpu": 1536, "cuda": 14_336}
 _ATTENTION_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -33,9 +33,10 @@ _TIMEOUT_SECONDS = 120
 
 
 def least_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of ``work``, repeated for ``BUDGET_SECONDS``, but three times at least; the first is not counted.
+    """Least seconds of ``work``, repeated for ``BUDGET_SECONDS`` but at least three times; the first call is not
+    counted.
 
-    The least, since other programs can only slow it: what they cost a run is in the times of the short runs.
+    The least counts, because other programs can only slow it. The short runs include that slowdown.
     """
     seconds_of(work, device)
     found: list[float] = []
@@ -45,7 +46,7 @@ def least_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def prepare(device: torch.device) -> None:
-    """Have this process compute as a short run in float32 does on a CPU, and any run on a GPU."""
+    """Set this process up to compute like a short run in float32 on a CPU, or like any run on a GPU."""
     config = RunConfig()
     if device.type == "cpu":
         keep_freed_memory()
@@ -55,9 +56,9 @@ def prepare(device: torch.device) -> None:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, *, is_slow: bool = False) -> float:
-    """FLOPs a second of a feed-forward's linear layers, forward and backward, by the kernels that a run takes.
+    """FLOP/s of a feed-forward's linear layers, forward and backward, with the kernels of a run.
 
-    With ``is_slow`` of few tokens: a CPU without instructions for ``dtype`` would take seconds for more.
+    ``is_slow``: use few tokens, because a CPU without instructions for ``dtype`` would take seconds for more.
     """
     tokens, dim, ffn = 32 if is_slow else _TOKENS[device.type], _DIM[device.type], _FFN[device.type]
     layers = [
@@ -73,7 +74,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, is_slow: bool = Fa
 
 
 def attention_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of causal attention, forward and backward, the masked half not counted."""
+    """FLOP/s of causal attention, forward and backward; the masked half is not counted."""
     heads, dim = (8, 32) if device.type == "cpu" else (32, 128)
     batch, tokens = 2, _ATTENTION_TOKENS[device.type]
     queries, keys, values = (
@@ -88,7 +89,7 @@ def attention_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes, beyond what caches hold."""
+    """Bytes per second that a copy reads and writes, for more data than caches hold."""
     size = (256 << 20) if device.type == "cpu" else (2 << 30)
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
@@ -96,9 +97,10 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def gather_speed(device_type: str, num_ranks: int) -> tuple[float, float]:
-    """Bytes a second that a rank sends in an all-gather of ``num_ranks`` local ranks, and seconds of an empty one.
+    """Bytes per second that a rank sends in an all-gather of ``num_ranks`` local ranks, and seconds of an empty
+    all-gather.
 
-    They are forked: call it before anything else of torch runs in this process.
+    The ranks are forked: call it before any other use of torch in this process.
     """
     with tempfile.TemporaryDirectory(prefix="crius-calibrate-") as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""``crius bench checkpoint``: how fast checkpoints are written and read, and what hashing them costs."""
+"""``crius bench checkpoint``: speed of writing and reading checkpoints, and the cost of hashes."""
 
 import contextlib
 import dataclasses
@@ -34,20 +34,20 @@ from crius.tools.bench.result import Samples, show
 from crius.units import GIB
 
 TENSOR_BYTES = 16 << 20
-"""A weight of 2048 x 2048 in float32."""
+"""Bytes of a weight of 2048 x 2048 in float32."""
 
 
 class _NoHash:
-    """What ``Hasher`` would be if it cost nothing."""
+    """A ``Hasher`` that costs nothing."""
 
     def __init__(self, data: Any = b"") -> None:
-        """Take nothing in."""
+        """Ignore the data."""
 
     def update(self, data: Any) -> None:
-        """Take nothing in."""
+        """Ignore the data."""
 
     def hexdigest(self) -> str:
-        """The same for all."""
+        """The same text for all data."""
         return "0" * 32
 
 
@@ -56,9 +56,9 @@ class CheckpointRow:
     """One way to save or load.
 
     Attributes:
-        name: of it.
-        work: does it once; returns the seconds that a training would have waited, or None for all of them.
-        samples: of the whole work.
+        name: its name.
+        work: does it once; returns the seconds that a training would have waited, or None if it waits the whole time.
+        samples: times of the whole work.
         blocked: seconds that a training would have waited.
     """
 
@@ -72,22 +72,23 @@ def checkpoint(folder: Path, *, gib: float = 0.5, repeat: int = 5, as_json: bool
     """Save and load tensors of ``gib`` GiB in turns, and print GB/s: in one process, on the disk of ``folder``.
 
     torch's DCP saves and loads the same tensors on the same disk for comparison. Files are durable (fsync) in all rows.
-    What is loaded lies in the page cache, so that its rate is that of hashing and copying, not of the disk.
+    Loaded files are in the page cache, so the rate of a load is that of hashing and copying, not of the disk.
 
     Args:
-        folder: is made; what is written to a folder of its own in it is removed again.
+        folder: created if needed; files go to a folder of their own in it, which is removed again.
         gib: size of the tensors.
-        repeat: rounds, each of which goes through all rows.
+        repeat: rounds through all rows.
         as_json: print JSON instead of a table.
 
     Returns:
         0.
 
     Raises:
-        ConfigError: no size, no round, no folder, or the disk has no room for four times the size.
+        ConfigError: size or rounds are not positive, the folder cannot be created, or the disk lacks room for four
+            times the size.
     """
     if not 0 < gib < math.inf or repeat < 1:
-        raise ConfigError("--gib and --repeat have to be positive.", where="command line", fix="--gib 0.5 --repeat 5")
+        raise ConfigError("--gib and --repeat must be positive.", where="command line", fix="--gib 0.5 --repeat 5")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         own = tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder)
@@ -95,7 +96,7 @@ def checkpoint(folder: Path, *, gib: float = 0.5, repeat: int = 5, as_json: bool
         raise ConfigError(
             f"no folder can be made in {folder}: {error.strerror}.",
             where="--folder",
-            fix="name a folder that you may write to: --folder FOLDER",
+            fix="give a writable folder: --folder FOLDER",
         ) from None
     with own as name:
         rows = _measured(Path(name), folder, gib, repeat)
@@ -183,7 +184,7 @@ def _load(folder: Path, targets: dict[str, Tensor], *, verify: bool) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")  # that there is one process only
+        warnings.simplefilter("ignore")  # about a single process
         yield
 
 

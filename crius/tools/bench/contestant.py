@@ -1,6 +1,6 @@
-"""The side of a contestant in a comparison by turns: trains some steps when it is told to, and waits in between.
+"""The contestant's side of a comparison by turns: it trains some steps on request, and waits in between.
 
-No torch here: trainers that are not Crius use this too.
+No torch here: trainers other than Crius use this too.
 """
 
 import json
@@ -17,25 +17,25 @@ _STATUS = Path("/proc/self/status")
 
 
 def cpu_seconds() -> float:
-    """CPU time of all threads of this process so far, in user and in kernel mode."""
+    """CPU seconds of all threads of this process so far, in user and in kernel mode."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def page_faults() -> int:
-    """Pages that the kernel had to give this process so far without reading a disk: memory freed and taken again."""
+    """Pages that the kernel gave this process so far without reading a disk: memory that was freed and taken again."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def peak_rss_mib() -> float:
     """Largest resident set of this process so far, in MiB.
 
-    Of Linux's VmHWM, which starts anew with a program; ``ru_maxrss`` begins with that of the process that started it.
+    From Linux's VmHWM, which starts at zero in a new program; ``ru_maxrss`` starts at the value of the parent process.
     """
     try:
         return resident_bytes("VmHWM") / (1 << 20)
     except OSError:
-        unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # of ru_maxrss: bytes there, KiB elsewhere
+        unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # of ru_maxrss: bytes on macOS, KiB elsewhere
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
@@ -43,10 +43,10 @@ def resident_bytes(field: str) -> int:
     """A size of this process as Linux counts it.
 
     Args:
-        field: of ``/proc/self/status``: VmRSS is resident now, VmHWM the largest so far.
+        field: field of ``/proc/self/status``: VmRSS is resident now, VmHWM the largest so far.
 
     Raises:
-        OSError: this system has no such field.
+        OSError: this system lacks the field.
     """
     size = re.search(rf"^{field}:\s*(\d+) kB$", _STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     if size is None:
@@ -55,47 +55,48 @@ def resident_bytes(field: str) -> int:
 
 
 class Channel:
-    """The line to the driver, kept where neither prints nor forks disturb it.
+    """The line to the driver, which neither prints nor forks can disturb.
 
-    What the process prints from now on goes to its stderr: stdout belongs to the answers.
+    Output of the process goes to its stderr from now on: stdout is for the answers.
     """
 
     def __init__(self) -> None:
         sys.stdout.flush()
         self._orders = os.fdopen(os.dup(0), "r", encoding="utf-8")
-        self._answers = os.dup(1)  # forked workers have it too; only one of them may write
+        self._answers = os.dup(1)  # forked workers have it too, but only one of them may write
         os.dup2(2, 1)
 
     def answer(self, words: Mapping[str, Any]) -> None:
-        """Say one line of JSON."""
+        """Write one line of JSON."""
         os.write(self._answers, (json.dumps(words) + "\n").encode())
 
     def order(self) -> int:
-        """Wait for the number of steps to train next; 0 where the comparison is over, or the driver is gone."""
+        """Wait for the number of steps to train next; 0 if the comparison is over, or the driver is gone."""
         line = self._orders.readline()
         return int(line) if line.strip() else 0
 
 
 class Driver(Protocol):
-    """Who gives the orders."""
+    """The process that gives the orders."""
 
     def answer(self, words: Mapping[str, Any]) -> None:
-        """Say one answer."""
+        """Send one answer."""
 
     def order(self) -> int:
         """Wait for the number of steps to train next; 0 ends the comparison."""
 
 
 class Turns:
-    """Counts the steps of a training loop, and holds it between its turns.
+    """Counts the steps of a training loop, and pauses it between its turns.
 
-    CPU seconds of a turn include those since the turn before: what a process prepares while it waits counts.
+    The CPU seconds of a turn include those since the turn before, so work that a process does ahead while it waits
+    counts.
 
     Args:
-        driver: a ``Channel``, or what stands for one.
+        driver: a ``Channel``, or a replacement.
         warmup: steps before the contestant is ready, at least 1.
-        facts: about the contestant, for the driver; said once.
-        settle: waits for what the steps before have queued, as on a GPU.
+        facts: facts about the contestant for the driver; sent once.
+        settle: waits for queued work of the steps before, as on a GPU.
     """
 
     def __init__(
@@ -108,13 +109,13 @@ class Turns:
         self._faults = 0
 
     def after_step(self, losses: Callable[[], list[tuple[int, float]]]) -> bool:
-        """Note one more step, and wait for the next turn where this was the last of one.
+        """Count one more step, and wait for the next turn if it was the last step of a turn.
 
         Args:
-            losses: the steps that were reported since the last call of it, with their losses; called between turns.
+            losses: returns the steps reported since its last call, with their losses; called between turns.
 
         Returns:
-            Whether to train on.
+            Whether to continue training.
         """
         self._step += 1
         if self._step not in (self._warmup, self._end):

@@ -1,4 +1,4 @@
-"""``crius bench data``: tokens that one core turns from a corpus into batches, and from text into tokens, a second."""
+"""``crius bench data``: tokens per second and core, from a corpus to batches and from text to tokens."""
 
 import dataclasses
 import logging
@@ -21,7 +21,7 @@ from crius.tools.bench.result import Samples, show
 from crius.train.inputs import open_run_corpus, run_batch_sizes
 
 MEASURED_TOKENS = 4 << 20
-"""Tokens of a sample where the number of batches is left open: tens of milliseconds at the rate of a fast loader."""
+"""Tokens per sample if the number of batches is left open: tens of milliseconds at the rate of a fast loader."""
 
 
 @dataclasses.dataclass
@@ -29,11 +29,11 @@ class DataRow:
     """One way to get tokens.
 
     Attributes:
-        name: of it.
+        name: its name.
         work: does it once; returns the number of tokens.
         cpu: CPU seconds of all threads of this process.
         wall: seconds of the clock.
-        tokens: of one round.
+        tokens: tokens of one round.
     """
 
     name: str
@@ -43,14 +43,14 @@ class DataRow:
     tokens: int = 0
 
     def measure(self) -> None:
-        """Do it once more."""
+        """Do the work once more."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.tokens = self.work()
         self.cpu.seconds.append(time.process_time() - cpu)
         self.wall.seconds.append(time.perf_counter() - wall)
 
     def as_dict(self) -> dict[str, object]:
-        """For the JSON: the rate a core, and the samples."""
+        """Values for the JSON: the rate per core, and the samples."""
         return {
             "name": self.name,
             "tokens": self.tokens,
@@ -61,23 +61,23 @@ class DataRow:
 
 
 def data(config: RunConfig, *, batches: int = 0, repeat: int = 7, as_json: bool = False) -> int:
-    """Read batches of a corpus, with and without a background thread, and tokenise it anew: in turns.
+    """Read batches of a corpus, with and without a background thread, and tokenise it again: in turns.
 
-    A core-second is a second of CPU time, of all threads together. Each sample makes a loader, reads batches that no
-    sample before it read, and closes the loader; what the thread prepared beyond them counts as time and not as tokens.
-    Files are read through the page cache.
+    A core-second is a second of CPU time of all threads together. Each sample creates a loader, reads batches that no
+    sample before it read, and closes the loader. Batches that the thread prepared beyond them count as time but not as
+    tokens. Files are read through the page cache.
 
     Args:
         config: the run; ``data``, ``tokenizer`` and the sizes of its batches count.
-        batches: of a sample; 0 for as many as ``MEASURED_TOKENS`` take.
-        repeat: rounds, each of which goes through all rows.
+        batches: batches per sample; 0 for as many as ``MEASURED_TOKENS`` take.
+        repeat: rounds through all rows.
         as_json: print JSON instead of a table.
 
     Returns:
         0.
 
     Raises:
-        ConfigError: ``batches`` is negative, or no round.
+        ConfigError: ``batches`` is negative, or there is no round.
         DataError: the corpus cannot be used.
     """
     if batches < 0 or repeat < 1:
@@ -91,7 +91,7 @@ def data(config: RunConfig, *, batches: int = 0, repeat: int = 7, as_json: bool 
     step_tokens = sizes.total * config.training.seq_len
     rows = _rows(config, corpus.train, sizes.total, batches or max(1, MEASURED_TOKENS // step_tokens))
     level = logging.getLogger("crius").level
-    logging.getLogger("crius").setLevel(logging.WARNING)  # each round would say that it tokenises
+    logging.getLogger("crius").setLevel(logging.WARNING)  # each round would log that it tokenises
     try:
         for _ in range(repeat):
             for row in rows:
@@ -108,7 +108,7 @@ def _rows(config: RunConfig, source: TokenSource, batch_size: int, batches: int)
 
     def read(prefetch: int) -> int:
         nonlocal done
-        source.restore(begin)  # a stream can only start again; an indexed corpus goes on to other samples
+        source.restore(begin)  # a stream can only start again; an indexed corpus continues with other samples
         loader = BatchLoader(
             source,
             global_batch_size=batch_size,

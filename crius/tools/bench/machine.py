@@ -1,4 +1,4 @@
-"""Where a benchmark runs, how much memory it may take, and how it reads clock and peak memory there."""
+"""The machine of a benchmark: its memory, its clock and its peak memory."""
 
 import ctypes
 import dataclasses
@@ -17,14 +17,14 @@ from crius.tools.bench.contestant import resident_bytes
 
 @dataclass(frozen=True)
 class Machine:
-    """What the numbers of a benchmark depend on.
+    """The machine that the numbers of a benchmark depend on.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        name: of the GPU, or of the CPU.
-        threads: that torch computes with on the CPU.
-        cores: of the host.
-        torch_version: of torch.
+        name: name of the GPU or of the CPU.
+        threads: threads that torch uses on the CPU.
+        cores: cores of the host.
+        torch_version: version of torch.
     """
 
     device: str
@@ -49,13 +49,14 @@ class Machine:
 
 
 class PeakMemory:
-    """Memory that is taken on top of what there was when this was made.
+    """Memory that is taken after this object was created.
 
-    On a GPU what torch's allocator handed out, without its cache. On Linux the resident set of this process, whose peak
-    the kernel starts anew on request; it counts whatever else the process does, so that a few MiB say nothing.
+    On a GPU it is memory that torch's allocator handed out, without its cache. On Linux it is the resident set of this
+    process, whose peak the kernel resets on request. It includes everything that the process does, so a few MiB mean
+    nothing.
 
     Args:
-        device: whose memory.
+        device: device of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,13 +71,13 @@ class PeakMemory:
         try:
             Path("/proc/self/clear_refs").write_text(
                 "5"
-            )  # proc_pid_clear_refs(5): the peak becomes what is resident now
+            )  # proc_pid_clear_refs(5): the peak becomes the present resident set
             self._before = resident_bytes("VmRSS")
         except OSError:
             self._before = None
 
     def read(self) -> int | None:
-        """Peak bytes so far; None where they cannot be known."""
+        """Peak bytes so far; None if they cannot be known."""
         if self._before is None:
             return None
         if self._device.type == "cuda":
@@ -85,9 +86,9 @@ class PeakMemory:
 
 
 def _give_back() -> None:
-    """Return the free heap to the system: what is taken from it again would not grow the resident set."""
+    """Return the free heap to the system, because memory taken from it would not grow the resident set."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim:
         trim(0)
 
@@ -103,6 +104,6 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until ``device`` has done what was queued."""
+    """Wait until ``device`` has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

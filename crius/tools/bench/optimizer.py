@@ -35,25 +35,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "8bit": {"optimizer.name": "adamw", "optimizer.state_dtype": "8bit"},
     "muon": {"optimizer.name": "muon", "optimizer.state_dtype": "float32"},
 }
-"""What each row sets: AdamW in three implementations, AdamW with smaller states, and Muon."""
+"""Settings of each row: AdamW in three implementations, AdamW with smaller states, and Muon."""
 
 TIMED_STEPS = 3
-"""Steps of one round, behind one that is not timed: it makes the states and compiles what is compiled."""
+"""Timed steps of one round, after one that is not timed, which creates the states and compiles."""
 
 STATE_BYTES = 8
-"""A parameter: two float32 moments, the most that any of ``VARIANTS`` keeps."""
+"""Bytes per parameter of two float32 moments, the most that any of ``VARIANTS`` keeps."""
 
 
 @dataclass
 class OptimizerRow:
-    """What one optimizer showed.
+    """Results of one optimizer.
 
     Attributes:
         name: as in ``VARIANTS``.
-        samples: of its steps.
-        state_bytes: of its states.
-        peak_bytes: beyond weights and gradients, of the last round; None where it cannot be known.
-        refusal: why it was not run; empty where it was.
+        samples: times of its steps.
+        state_bytes: bytes of its states.
+        peak_bytes: peak beyond weights and gradients in the last round; None if it cannot be known.
+        refusal: why it was not run; empty if it was.
     """
 
     name: str
@@ -68,21 +68,21 @@ def optimizer(
 ) -> int:
     """Time the steps of each optimizer in turns on the same weights and gradients, and print a table.
 
-    Only one optimizer exists at a time, so that its peak memory is its own. Rounds go through all of them, so that a
-    machine whose speed drifts favours none.
+    Only one optimizer exists at a time, so that its peak memory is its own. Rounds go through all optimizers, so that a
+    machine with a drifting speed favours none.
 
     Args:
-        config: learning rate, implementation of the small states and the dtype of the weights come from here.
+        config: gives the learning rate, the implementation of the small states and the dtype of the weights.
         facts: the model; its parameters are drawn at random.
         repeat: rounds.
         variants: names of ``VARIANTS`` joined by commas; empty: all.
         as_json: print JSON instead of a table.
 
     Returns:
-        0; 1 where an optimizer that ``variants`` names cannot run here.
+        0; 1 if an optimizer that ``variants`` names cannot run here.
 
     Raises:
-        ConfigError: no such variant, no round, or not enough memory.
+        ConfigError: a variant is unknown, there is no round, or the memory is too small.
     """
     names = _chosen(variants)
     if repeat < 1:
@@ -107,13 +107,13 @@ def _chosen(variants: str) -> list[str]:
     if unknown:
         known = ", ".join(VARIANTS)
         raise ConfigError(
-            f"--variants names no optimizer: {', '.join(unknown)}.", where="command line", fix=f"use some of {known}"
+            f"--variants has unknown names: {', '.join(unknown)}.", where="command line", fix=f"use some of {known}"
         )
     return list(dict.fromkeys(names))
 
 
 def check_memory(config: RunConfig, facts: ModelDescription, free: int, device: torch.device) -> None:
-    """Raise ConfigError where weights, gradients and the largest optimizer do not fit into ``free`` bytes."""
+    """Raise ConfigError if weights, gradients and the largest optimizer do not fit into ``free`` bytes."""
     needed = needed_bytes(facts, config.training.dtype)
     if needed <= free:
         return
@@ -124,7 +124,7 @@ def check_memory(config: RunConfig, facts: ModelDescription, free: int, device: 
         <= free
     ]
     raise ConfigError(
-        f"{config.model.name}/{config.model.flavor} needs {needed / GIB:.1f} GiB here, and {free / GIB:.1f} are free.",
+        f"{config.model.name}/{config.model.flavor} needs {needed / GIB:.1f} GiB here, but {free / GIB:.1f} are free.",
         where=str(device),
         why=f"{facts.num_parameters:,} parameters: weights, gradients, two moments and temporaries",
         fix=f"--model.num_layers {fitting[-1]}, of the same shapes" if fitting else "use a smaller --model.flavor",
@@ -132,9 +132,10 @@ def check_memory(config: RunConfig, facts: ModelDescription, free: int, device: 
 
 
 def needed_bytes(facts: ModelDescription, dtype: str) -> int:
-    """Most that a step takes: weights, gradients, states, and temporaries.
+    """Most bytes that a step takes: weights, gradients, states and temporaries.
 
-    Those are as large as a moment with foreach, and of two moments of the largest parameter in the loop.
+    With foreach the temporaries are as large as a moment; in the loop, as large as two moments of the largest
+    parameter.
     """
     count = facts.num_parameters
     largest = max(math.prod(shape) for shape in facts.parameter_shapes.values())
@@ -145,7 +146,7 @@ def needed_bytes(facts: ModelDescription, dtype: str) -> int:
 def make_parameters(
     facts: ModelDescription, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[str, nn.Parameter]]:
-    """A parameter of every shape and name of the model, with a gradient, both random and small."""
+    """A parameter for every name of the model, in its shape, with a gradient; both random and small."""
     generator = torch.Generator(device).manual_seed(0)
     made = []
     for name, shape in facts.parameter_shapes.items():
@@ -162,10 +163,10 @@ def _round(
     plan: ShardingPlan,
     device: torch.device,
 ) -> None:
-    """Build the optimizer of ``row``, time its steps, and let go of it; one that is missing here says so in the row."""
+    """Build the optimizer of ``row``, time its steps, and free it; if it is missing here, the row says so."""
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # no optimizer gets blocks that were cut for another
+        torch.cuda.empty_cache()  # no optimizer gets blocks that were split for another
     peak = PeakMemory(device)
     try:
         built = build_optimizer(parameters, plan, config.optimizer, seed=config.debug.seed)

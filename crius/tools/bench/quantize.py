@@ -19,7 +19,7 @@ from crius.tools.bench.result import Samples
 from crius.tools.bench.speedups import HIGH, MODES, Shape, report
 
 SAMPLE_SECONDS = 5e-3
-"""A sample repeats its work until it takes about this long, so that the clock and the wait for the device are small."""
+"""Seconds that a sample repeats its work for, so that the clock and the wait for the device hardly count."""
 
 MOST_REPEATS = 50
 
@@ -38,8 +38,8 @@ def quantize(
 ) -> int:
     """Time each distinct linear shape of the model in turns in bfloat16 and in each format, eager and compiled.
 
-    Shapes are what one rank multiplies under ``parallelism.tensor_parallel_degree``. Weights and inputs are bfloat16,
-    as FSDP hands them over; casts and scales are part of the time.
+    Shapes are the ones of one rank under ``parallelism.tensor_parallel_degree``. Weights and inputs are bfloat16, as
+    FSDP passes them; casts and scales are part of the time.
 
     Args:
         config: the model and its tensor-parallel degree.
@@ -47,17 +47,17 @@ def quantize(
         gpu: only ``here``.
         tokens: rows that a layer multiplies.
         repeat: rounds.
-        formats: names of ``FORMATS`` joined by commas; empty: those that the device has matmuls for.
-        modes: of ``eager`` and ``compiled``, joined by commas; empty: both.
-        emulated: time the emulation, where the device has no such matmuls.
+        formats: names of ``FORMATS`` joined by commas; empty: formats that the device has matmuls for.
+        modes: ``eager`` and ``compiled``, joined by commas; empty: both.
+        emulated: time the emulation if the device lacks such matmuls.
         as_json: print JSON instead of a table.
 
     Returns:
         0.
 
     Raises:
-        ConfigError: another GPU than this machine's, a device without such matmuls, tokens that are no whole blocks,
-            or a name that is none.
+        ConfigError: the GPU is not this machine's, the device lacks such matmuls, the tokens do not make whole blocks,
+            or a name is unknown.
     """
     device = pick_device(config.training.device, 0)
     names = _formats(formats, device, gpu, emulated)
@@ -80,13 +80,13 @@ def quantize(
 
 
 def _check_tokens(config: RunConfig, formats: Sequence[str], tokens: int) -> None:
-    """Raise ConfigError where the gradient of a weight, which sums over the tokens, has no whole blocks of them."""
+    """Raise ConfigError if the tokens do not make whole blocks, because the gradient of a weight sums over them."""
     units = {name: block(replace_fields(config, FORMATS[name]).quantize.dense) for name in formats}
     wrong = [name for name, unit in units.items() if tokens % unit]
     if wrong and not config.quantize.dense.pad_inner_dim:
         unit = max(units[name] for name in wrong)
         raise ConfigError(
-            f"--tokens {tokens} is no multiple of {unit}.",
+            f"--tokens {tokens} is not a multiple of {unit}.",
             where="command line",
             why=f"the gradient of a {wrong[-1]} layer's weight is a matmul over them, in blocks",
             fix=f"--tokens {-(-tokens // unit) * unit}",
@@ -97,7 +97,7 @@ def _formats(formats: str, device: torch.device, gpu: str, emulated: bool) -> li
     """The formats to time.
 
     Raises:
-        ConfigError: one is unknown, or the device has no matmuls for it.
+        ConfigError: a format is unknown, or the device has no matmuls for it.
     """
     if gpu != "here":
         raise ConfigError(
@@ -112,8 +112,8 @@ def _formats(formats: str, device: torch.device, gpu: str, emulated: bool) -> li
         raise ConfigError(
             f"there is nothing to time: {next(reason for reason in missing.values() if reason)}.",
             where=f"--gpu {gpu}",
-            why="emulated matmuls round to the format and multiply in high precision: right numbers at no speed",
-            fix="run it on such a GPU; --emulated times the emulation, which says nothing of the format's speed",
+            why="emulated matmuls round to the format and multiply in high precision: right numbers without the speed",
+            fix="run it on such a GPU; --emulated times the emulation, which does not show the format's speed",
         )
     return runs
 
@@ -129,7 +129,7 @@ def _named(flag: str, given: str, known: Sequence[str]) -> list[str]:
 def shapes_of(config: RunConfig, facts: ModelDescription) -> list[Shape]:
     """The distinct shapes that a rank multiplies, each with its layers, in the order of the model."""
     plan = facts.plan
-    # what the section keeps by size is what is measured here; what it keeps by name stays kept
+    # layers that the section keeps by size are measured here; layers that it keeps by name stay kept
     wanted = replace_fields(config, FORMATS["float8_tensorwise"] | {"quantize.dense.auto_filter": "off"})
     shapes: dict[tuple[int, int], Shape] = {}
     for choice in linear_choices(wanted, facts, plan, accelerated=True):
@@ -150,7 +150,7 @@ def _works(
     device: torch.device,
     emulated: bool,
 ) -> dict[tuple[str, str], Callable[[], None]]:
-    """By format and mode, a forward and backward; a format whose blocks do not fit the shape is left out."""
+    """A forward and backward for each format and mode; a format whose blocks do not fit the shape is left out."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.empty(tokens, shape.in_features, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     gradient = torch.empty(tokens, shape.out_features, dtype=torch.bfloat16, device=device)
@@ -170,9 +170,9 @@ def _works(
 def make_linear(
     shape: Shape, dense: DenseQuantizeConfig | None, device: torch.device, emulated: bool
 ) -> nn.Module | None:
-    """A bfloat16 linear layer with random weights, converted as a run with the section ``dense`` would.
+    """A bfloat16 linear layer with random weights, converted as in a run with the section ``dense``.
 
-    None where the blocks of the format do not fit the shape, and ``dense`` does not pad.
+    None if the blocks of the format do not fit the shape, and ``dense`` does not pad.
     """
     holder = nn.Module()
     holder.linear = nn.Linear(shape.in_features, shape.out_features, bias=False, device="meta", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a benchmark measured, and what its result says beside the numbers, so that it can be repeated. No torch."""
+"""Results of a benchmark, with the facts that are needed to repeat it. No torch."""
 
 import json
 import platform
@@ -25,12 +25,12 @@ class Samples:
 
     @property
     def median(self) -> float:
-        """In seconds."""
+        """Median in seconds."""
         return statistics.median(self.seconds)
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles as a share of the median; 0 of fewer than two samples."""
+        """Distance of the quartiles as a share of the median; 0 with fewer than two samples."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -51,7 +51,7 @@ def show(as_json: bool, record: Mapping[str, Any], lines: Sequence[str]) -> None
 
 
 def receipt(verb: str) -> dict[str, Any]:
-    """Verb, time, command and versions; the machine and torch are the contestants' to tell."""
+    """Verb, time, command and versions; the contestants report the machine and torch."""
     return {
         "verb": verb,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -62,7 +62,7 @@ def receipt(verb: str) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that Crius runs from, with ``+`` behind it where files differ; None without one."""
+    """The commit of the checkout that Crius runs from, followed by ``+`` if files differ; None without a checkout."""
     if not (_ROOT / ".git").exists():
         return None
     describe = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
@@ -74,10 +74,10 @@ def _commit() -> str | None:
 
 
 def check_result_file(file: Path) -> None:
-    """Before anything is measured, whether ``write_result`` can write; what is there stays.
+    """Check before any measurement that ``write_result`` can write; existing text stays.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the file cannot be written.
     """
     is_new = not file.exists()
     _write(file, "a", "", ConfigError)
@@ -86,10 +86,10 @@ def check_result_file(file: Path) -> None:
 
 
 def write_result(file: Path, result: Mapping[str, Any]) -> None:
-    """Write ``result`` as JSON, with the folders above it.
+    """Write ``result`` as JSON, and create the folders above it.
 
     Raises:
-        EnvironmentError: it cannot be written.
+        EnvironmentError: the file cannot be written.
     """
     _write(file, "w", json.dumps(result, indent=2) + "\n", EnvironmentError)
 
@@ -103,5 +103,5 @@ def _write(file: Path, mode: str, text: str, kind: type[CriusError]) -> None:
         raise kind(
             f"the result cannot be written to {file}: {error.strerror}.",
             where="--out",
-            fix="name a file in a folder that you may write: --out FILE",
+            fix="give a file in a writable folder: --out FILE",
         ) from None

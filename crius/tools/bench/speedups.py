@@ -1,4 +1,4 @@
-"""What the times of ``crius bench quantize`` say: which shapes gain, which lose, and which flags follow."""
+"""Conclusions from the times of ``crius bench quantize``: which shapes gain, which lose, and which flags follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from crius.tools.bench.machine import Machine
 from crius.tools.bench.result import Samples, show
 
 HIGH = "bfloat16"
-"""What the formats are compared with: ``nn.Linear``."""
+"""Precision that the formats are compared with: ``nn.Linear``."""
 
 MODES = ("eager", "compiled")
 
@@ -21,8 +21,8 @@ class Shape:
     """One shape of linear layers, as a rank multiplies it.
 
     Attributes:
-        layers: how many layers there are by name, without their numbers.
-        kept: those that stay in high precision whatever they gain, with the reason.
+        layers: number of layers by name, without their numbers.
+        kept: layers that stay in high precision in any case, with the reason.
         times: samples of forward and backward, by format and mode.
     """
 
@@ -38,17 +38,17 @@ class Shape:
         return f"{self.out_features} x {self.in_features}"
 
     def speedup(self, name: str, mode: str) -> float | None:
-        """How many times faster than bfloat16 in the same mode; None where the format cannot run in this shape."""
+        """Speedup over bfloat16 in the same mode; None if the format cannot run in this shape."""
         times = self.times.get((name, mode))
         return self.times[HIGH, mode].median / times.median if times else None
 
     def seconds(self, name: str, mode: str, *, gains_only: bool) -> float:
-        """Of all layers of this shape: in the format those that may be converted, in bfloat16 the others.
+        """Seconds of all layers of this shape: convertible layers in the format, the others in bfloat16.
 
         Args:
-            name: of a format.
+            name: name of a format.
             mode: eager or compiled.
-            gains_only: convert only where that is faster.
+            gains_only: convert only if that is faster.
         """
         high, speedup = self.times[HIGH, mode].median, self.speedup(name, mode)
         low = high if speedup is None or (gains_only and speedup <= 1) else self.times[name, mode].median
@@ -61,9 +61,9 @@ class Totals:
 
     Attributes:
         high: in bfloat16.
-        all_converted: in the format, wherever it may and can be.
+        all_converted: in the format, for all layers that can be converted.
         gains_only: in the format only where it is faster.
-        losing: names of the layers for which it is not.
+        losing: names of the layers where it is not faster.
     """
 
     high: float
@@ -73,7 +73,7 @@ class Totals:
 
 
 def totals(shapes: Sequence[Shape], name: str, mode: str) -> Totals:
-    """Of one format over the whole model."""
+    """Totals of one format over the whole model."""
     losing = [
         layer
         for shape in shapes
@@ -90,7 +90,7 @@ def totals(shapes: Sequence[Shape], name: str, mode: str) -> Totals:
 
 
 def recommended_flags(shapes: Sequence[Shape], formats: Sequence[str], mode: str) -> list[str]:
-    """Flags of the format with the least total, losing layers excluded; none where bfloat16 is as fast."""
+    """Flags of the format with the least total, without losing layers; none if bfloat16 is as fast."""
     found = {name: totals(shapes, name, mode) for name in formats}
     best = min(found, key=lambda name: found[name].gains_only)
     if found[best].gains_only >= found[best].high:
@@ -115,7 +115,7 @@ def report(
     emulated: bool,
     as_json: bool,
 ) -> None:
-    """Print the table, the totals and the flags; or all as JSON. Emulation recommends nothing."""
+    """Print the table, the totals and the flags, or all as JSON. Emulation recommends nothing."""
     flags = [] if emulated else recommended_flags(shapes, formats, modes[-1])
     model, degree = f"{config.model.name}/{config.model.flavor}", config.parallelism.tensor_parallel_degree
     record = {
@@ -155,7 +155,7 @@ def _conclusion(shapes: Sequence[Shape], flags: Sequence[str], emulated: bool) -
         *([f"always in {HIGH}: {', '.join(kept)}"] if kept else []),
     ]
     if emulated:
-        return [*lines, "emulated: the time of the emulation, which is no speed of the format: no flags follow from it"]
+        return [*lines, "emulated: the emulation's time, which is not a speed of the format: no flags follow from it"]
     return [*lines, f"recommended: {' '.join(flags)}" if flags else f"recommended: {HIGH}; no format is faster"]
 
 

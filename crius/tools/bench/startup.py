@@ -1,4 +1,4 @@
-"""``crius bench startup``: how long a person waits for help, for an error, and for the first step of a training."""
+"""``crius bench startup``: time that a person waits for help, for an error, and for the first step of a training."""
 
 import dataclasses
 import json
@@ -26,23 +26,23 @@ from crius.tools.bench.result import Samples, show
 Parts = dict[str, float]
 """Seconds by name."""
 
-_CLOCK = "crius.cli.app"  # starts the clock of summary.json when all that it needs is imported
+_CLOCK = "crius.cli.app"  # starts the clock of summary.json after its imports
 _TRAINER = "crius.train.job"
 _IMPORT = re.compile(r"^import time:\s+(\d+) \|\s+\d+ \| +(\S+)$", re.MULTILINE)
 
 
 @dataclasses.dataclass
 class StartupRow:
-    """One command, started anew each time.
+    """One command, started again each time.
 
     Attributes:
-        name: of it.
-        command: after the name of the Python.
-        code: that it exits with.
+        name: its name.
+        command: words after the name of the Python.
+        code: expected exit code.
         prepare: called before each start, outside of the time.
-        parts: called after each; what the command says of where its time went.
+        parts: called after each run; the command's own report of its time.
         wall: seconds from the start of the process to its end.
-        cpu: seconds of the process and of those that it waited for.
+        cpu: CPU seconds of the process and of the processes that it waited for.
         samples_of: samples of each part.
     """
 
@@ -56,7 +56,7 @@ class StartupRow:
     samples_of: dict[str, Samples] = dataclasses.field(default_factory=dict)
 
     def start(self, *, counts: bool = True) -> None:
-        """Start it and wait for its end.
+        """Start the command and wait for its end.
 
         Raises:
             EnvironmentError: it exits with another code.
@@ -74,7 +74,7 @@ class StartupRow:
             raise EnvironmentError(
                 f"python {' '.join(self.command)} exits with {process.returncode}, not {self.code}.",
                 why=said.strip()[-2000:],
-                fix="mend what it says, then measure again",
+                fix="correct the reported error, then measure again",
             )
         if not counts:
             return
@@ -97,8 +97,8 @@ def startup(config: RunConfig, *, repeat: int = 5, as_json: bool = False) -> int
     """Start each command ``repeat`` times, in turns, each in a process of its own, and print medians.
 
     Every command runs once before that, uncounted: afterwards files are in the page cache, bytecode is written and the
-    corpus is tokenised. A training runs one step, without validation; with ``compile.enable`` once with an empty cache
-    of compiled kernels and once with a full one.
+    corpus is tokenised. A training runs one step, without validation; with ``compile.enable`` once with an empty and
+    once with a full cache of compiled kernels.
 
     Args:
         config: the run to train; its rules have been checked.
@@ -109,7 +109,7 @@ def startup(config: RunConfig, *, repeat: int = 5, as_json: bool = False) -> int
         0.
 
     Raises:
-        ConfigError: no round.
+        ConfigError: there is no round.
         EnvironmentError: a command fails.
     """
     if repeat < 1:
@@ -166,11 +166,11 @@ def _train_rows(config: RunConfig, folder: Path) -> list[StartupRow]:
 
 
 def _parts(stderr: str, run_dir: Path) -> Parts:
-    """What ``python -X importtime`` says of imports, and ``summary.json`` of all else, in the order of a run.
+    """Times of imports, from ``python -X importtime``, and of all else, from ``summary.json``, in the order of a run.
 
-    Imports are those up to the end of that of the trainer; a later one is part of what makes it.
+    Imports count up to the end of the trainer's import; a later import is part of the work that needs it.
     """
-    names = _IMPORT.findall(stderr)  # each after those that it imports
+    names = _IMPORT.findall(stderr)  # each module after the modules that it imports
     where = {name: number for number, (_, name) in enumerate(names)}
     seconds_of = [(name, int(microseconds) / 1e6) for microseconds, name in names]
     early = sum(seconds for _, seconds in seconds_of[: where[_CLOCK] + 1])

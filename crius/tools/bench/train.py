@@ -19,7 +19,7 @@ from crius.tools.bench.turns import Contestant, Outcome, largest_difference, med
 BARE = "bare loop"
 
 _WAIT_SECONDS = 86_400
-"""Longest pause between two turns; a collective that waits over it fails."""
+"""Seconds of the longest pause between two turns; a collective that waits longer fails."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Variant:
     """One run that takes part.
 
     Attributes:
-        name: its flags, or what stands for them.
-        config: of it; its rules have been checked.
-        num_ranks: of it.
+        name: its flags, or a name for them.
+        config: the run; its rules have been checked.
+        num_ranks: its number of ranks.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long is measured.
+    """Length of a measurement.
 
     Attributes:
         warmup: steps before the first round.
         rounds: turns of each variant.
-        steps: of a turn.
+        steps: steps of a turn.
     """
 
     warmup: int
@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def total(self) -> int:
-        """Steps of a variant."""
+        """All steps of a variant."""
         return self.warmup + self.rounds * self.steps
 
 
@@ -72,21 +72,23 @@ def train(
 ) -> int:
     """Train all variants in turns and print rates, times, memory and ratios to the first.
 
-    Each is ``crius train``'s job in processes of its own, without validation, checkpoints, profiler and watchdog.
+    Each variant is the job of ``crius train`` in processes of its own, without validation, checkpoints, profiler and
+    watchdog.
 
     Args:
-        variants: the first is what the others are compared with.
-        schedule: how long.
-        overhead: also run the first in a plain PyTorch loop, and print what share of its CPU time the framework takes.
+        variants: the others are compared with the first.
+        schedule: length of the measurement.
+        overhead: also run the first variant in a plain PyTorch loop, and print the share of CPU time that the framework
+            takes.
         as_json: print JSON instead of a table.
         out: file to write the JSON to.
 
     Returns:
-        0; 1 where a variant failed.
+        0; 1 if a variant failed.
 
     Raises:
-        ConfigError: ``out`` cannot be written; known before anything is trained.
-        EnvironmentError: it could, and cannot any more.
+        ConfigError: ``out`` cannot be written; raised before anything is trained.
+        EnvironmentError: ``out`` could be written before, but not at the end.
     """
     if out:
         check_result_file(out)
@@ -104,7 +106,7 @@ def train(
 
 
 def prepared(config: RunConfig, schedule: Schedule) -> RunConfig:
-    """``config`` without what is not a training step, and as long as ``schedule``."""
+    """``config`` with training steps only, and with the length of ``schedule``."""
     return replace_fields(
         config,
         {

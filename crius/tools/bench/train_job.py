@@ -1,6 +1,6 @@
-"""Contestants: the real train job, held between turns, and a plain PyTorch loop without a framework.
+"""Contestants: the real train job, paused between turns, and a plain PyTorch loop without a framework.
 
-The loop is over the same model, weights, batches and optimizer: it shows what a step costs by itself.
+The loop has the same model, weights, batches and optimizer: it shows the cost of a step by itself.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def train_job(config: RunConfig, run_dir: Path, num_ranks: int, warmup: int) -> 
 
 
 def run_facts(config: RunConfig, device: torch.device, num_ranks: int, tokens_per_step: int) -> dict[str, Any]:
-    """What the driver has to know of a run to make rates of its times."""
+    """Facts about a run that the driver needs to turn its times into rates."""
     facts = describe_model(config)
     return {
         "machine": Machine.of(device).as_dict(),
@@ -91,13 +91,13 @@ class _AllRanks:
         """See ``Sink``."""
         if isinstance(record, StepMetrics):
             self._losses.append((record.step, record.loss))
-            self._peak_gib = max(self._peak_gib, record.memory_gib)  # which starts anew with each record
+            self._peak_gib = max(self._peak_gib, record.memory_gib)  # which restarts with each record
 
     def close(self) -> None:
         """See ``Sink``."""
 
     def losses(self) -> list[tuple[int, float]]:
-        """Of the reports since the last call."""
+        """Losses of the reports since the last call."""
         new, self._losses = self._losses, []
         return new
 
@@ -122,7 +122,7 @@ class _AllRanks:
 
 
 def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
-    """``loop``, held between turns after what follows each of its steps anyway."""
+    """``loop``, paused between turns, after the usual work at the end of a step."""
     ranks, together = loop.world, _AllRanks(channel, loop)
     if ranks.rank == 0:
         loop.reports.sinks.append(together)
@@ -130,7 +130,7 @@ def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
     facts = run_facts(loop.config, ranks.device, ranks.size, batch * loop.config.training.seq_len)
 
     def settle() -> None:
-        loop.reports.finish()  # of a GPU they come a step late
+        loop.reports.finish()  # on a GPU they come a step late
         wait_for(ranks.device)
 
     turns = Turns(together, warmup, facts, settle)
@@ -144,7 +144,7 @@ def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
 
 
 def check_bare(config: RunConfig, num_ranks: int) -> None:
-    """Raise ConfigError where a plain loop of this kind would not compute what ``config`` asks for."""
+    """Raise ConfigError if the plain loop cannot compute what ``config`` asks for."""
     training, dense = config.training, config.quantize.dense
     asked = {
         f"{num_ranks} ranks": num_ranks > 1,
@@ -160,15 +160,15 @@ def check_bare(config: RunConfig, num_ranks: int) -> None:
     }
     if found := ", ".join(name for name, is_asked in asked.items() if is_asked):
         raise ConfigError(
-            f"the bare loop has no {found}.",
+            f"the bare loop does not support {found}.",
             where="--overhead",
-            why="it is the model, AdamW and nothing else, on one device in one precision",
+            why="it has the model and AdamW only, on one device in one precision",
             fix=f"{training.dtype}, --activation_checkpoint.mode none, defaults for the others; or no --overhead",
         )
 
 
 def bare_loop(config: RunConfig, run_dir: Path, warmup: int) -> int:
-    """Train in turns without ``crius.train``'s loop: forward, backward, clipping, AdamW, on batches that lie ready.
+    """Train in turns without ``crius.train``'s loop: forward, backward, clipping, AdamW, on prepared batches.
 
     The model, its kernels and its compilation are those of the run. There is no FSDP, no guard, no report.
 

@@ -1,6 +1,7 @@
 """The driver of a comparison by turns: contestants are processes that train some steps each, one after the other.
 
-A machine whose speed drifts, or that others use too, then hits all of them alike: they are compared round by round.
+If the speed of a machine drifts, or others use it too, all contestants are affected alike, because they are compared
+round by round.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from crius.errors import CriusError
 from crius.tools.bench.result import Samples
 
 END_SECONDS = 10.0
-"""How long a contestant may take to end after the last turn; then it is killed."""
+"""Seconds that a contestant may take to end after the last turn; then it is killed."""
 
 _TAIL_LINES = 30
 
@@ -33,8 +34,8 @@ class Contestant:
     """A program that takes part, see ``crius.tools.bench.contestant``.
 
     Attributes:
-        name: of it.
-        argv: starts it.
+        name: its name.
+        argv: command that starts it.
         environ: variables on top of those of this process.
     """
 
@@ -45,13 +46,13 @@ class Contestant:
 
 @dataclass
 class Outcome:
-    """What one contestant showed.
+    """Results of one contestant.
 
     Attributes:
-        name: of it.
-        facts: what it said of itself when it was ready.
-        turns: its answers, one a round.
-        failure: why it did not finish; empty where it did.
+        name: its name.
+        facts: its report when it was ready.
+        turns: its answers, one per round.
+        failure: why it did not finish; empty if it did.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Outcome:
     failure: str = ""
 
     def samples(self, key: str = "wall_seconds") -> Samples:
-        """Seconds of one step in each round."""
+        """Seconds per step in each round."""
         return Samples([turn[key] / turn["steps"] for turn in self.turns])
 
     @property
@@ -77,7 +78,7 @@ class Outcome:
 
 
 class TurnError(CriusError):
-    """A contestant died, said something else than an answer, or took too long."""
+    """A contestant died, gave an invalid answer, or took too long."""
 
 
 def take_turns(
@@ -92,21 +93,21 @@ def take_turns(
 ) -> list[Outcome]:
     """Start all contestants, and let them train in turns: ``rounds`` times ``steps`` steps each.
 
-    Every other round goes through them in reverse order. One that fails leaves, and the others go on; the first is what
-    they are compared with: its failure ends all. No process that was started here outlives this call, however it ends.
+    Every other round goes through them in reverse order. A contestant that fails leaves, and the others continue. If
+    the first fails, the comparison ends, as the others are compared with it. No process started here outlives this
+    call.
 
     Args:
         contestants: at least one; all are in memory at the same time.
         rounds: turns of each contestant.
-        steps: of a turn.
-        start_seconds: how long they may take until all are ready; they start at the same time.
-        turn_seconds: how long a turn may take.
-        total_seconds: how long starts and rounds may take; a round that would not end in time, were it as long as the
-            longest before, is not begun.
-        say: is told what goes on.
+        steps: steps of a turn.
+        start_seconds: time until all must be ready; they start at the same time.
+        turn_seconds: time of a turn.
+        total_seconds: time of starts and rounds; a round begins only if one like the longest would end in time.
+        say: receives lines about the progress.
 
     Returns:
-        What each of them showed, in their order.
+        The results of each, in their order.
     """
     outcomes = [Outcome(contestant.name) for contestant in contestants]
     begin, longest = time.monotonic(), 0.0
@@ -137,7 +138,7 @@ def take_turns(
                     outcome.turns.append(answer)
             longest = max(longest, time.monotonic() - start)
             say(f"round {number + 1} of {rounds}")
-        for player in players:  # before the first is waited for, so that they end at the same time
+        for player in players:  # before waiting for the first, so that all end at the same time
             player.dismiss()
     return outcomes
 
@@ -153,7 +154,7 @@ def median_ratio(outcome: Outcome, base: Outcome, key: str) -> float:
 
 
 def largest_difference(losses: Mapping[int, float], base: Mapping[int, float]) -> float | None:
-    """Largest relative difference of the losses at the steps that both have; None where there are none."""
+    """Largest relative difference of the losses at the steps that both have; None if they have no step in common."""
     both = losses.keys() & base.keys()
     return max((abs(losses[step] - base[step]) / abs(base[step]) for step in both), default=None)
 
@@ -194,25 +195,25 @@ class _Player:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def ask(self, steps: int, since: float, deadline: float) -> dict[str, Any]:
-        """Order ``steps`` steps, or with 0 wait until it is ready; its answer.
+        """Order ``steps`` steps, or with 0 wait until the contestant is ready; returns its answer.
 
         Args:
-            steps: of the turn.
-            since: monotonic time from which it has had time to answer.
+            steps: steps of the turn.
+            since: monotonic time since which it could answer.
             deadline: monotonic time.
 
         Raises:
-            TurnError: there is none.
+            TurnError: there is no answer.
         """
         assert self._process.stdin
         if steps:
-            with contextlib.suppress(BrokenPipeError):  # the missing answer tells
+            with contextlib.suppress(BrokenPipeError):  # the missing answer shows it
                 self._process.stdin.write(f"{steps}\n".encode())
                 self._process.stdin.flush()
         line = self._line(since, deadline)
@@ -221,7 +222,7 @@ class _Player:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise self._error(f"said {line[:200].decode(errors='replace')!r}, which is no answer")
+            raise self._error(f"said {line[:200].decode(errors='replace')!r}, which is not an answer")
         return answer
 
     def _line(self, since: float, deadline: float) -> bytes:
@@ -254,7 +255,7 @@ class _Player:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Leave by an exception on SIGTERM, so that what was started is ended."""
+    """Turn SIGTERM into an exception, so that the started processes are ended."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

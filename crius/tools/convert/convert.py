@@ -1,4 +1,4 @@
-"""Import of a checkpoint that torch's DCP or a safetensors library wrote. No torch, and nothing of it is executed."""
+"""Import of a checkpoint of torch's DCP or of a safetensors library. No torch, and no code in it is executed."""
 
 import re
 import uuid
@@ -22,21 +22,21 @@ from crius.tools.convert.dcp import METADATA, read_dcp
 from crius.tools.convert.foreign_names import SKIPPED, KeyRow, Rename, assign, folded, is_rotated, step_of
 
 FILE_BYTES = 4 << 30
-"""Bytes of a file that an import writes, about: many files let the ranks of a run share the check of them."""
+"""Approximate bytes per file that an import writes: with many files the ranks of a run can share their check."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did.
+    """Result of an import.
 
     Attributes:
-        kind: of the other checkpoint.
-        where: of the checkpoint that was written; empty where none was.
-        step: of it.
-        step_from: what said that it is this step.
-        num_bytes: of its tensors.
-        rows: what became of each key.
-        notes: what to know before training on it.
+        kind: kind of the other checkpoint.
+        where: the written checkpoint; empty if none was written.
+        step: its step.
+        step_from: source of that step, as a phrase.
+        num_bytes: bytes of its tensors.
+        rows: fate of each key.
+        notes: facts to know before training on it.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Imported:
 
     @property
     def unknown(self) -> list[KeyRow]:
-        """Keys that have no place in a Crius checkpoint, and of which nobody said that they may be left."""
+        """Keys that have no place in a Crius checkpoint and that nobody allowed to leave out."""
         return [row for row in self.rows if not row.is_known]
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Imported:
         }
 
     def lines(self) -> list[str]:
-        """For people: one line for the same tensor of all layers."""
+        """Lines for people: one line for the same tensor of all layers."""
         moved = folded(row.target for row in self.rows if row.target)
         left = folded(f"{_family(row)}  ({row.reason})" for row in self.rows if not row.target and row.is_known)
         unknown = folded(f"{row.source}  ({row.reason})" for row in self.unknown)
@@ -95,23 +95,23 @@ def convert(
     step: int = -1,
     rotary_pairs: int = 0,
 ) -> Imported:
-    """Write what ``source`` holds as a checkpoint into the folder of checkpoints ``target``.
+    """Write ``source`` as a checkpoint into the folder of checkpoints ``target``.
 
-    One tensor at a time is in memory. Nothing is written where a key is unknown, and nothing stays where it fails.
+    One tensor at a time is in memory. Nothing is written if a key is unknown, and nothing remains if the import fails.
 
     Args:
-        source: folder of a DCP checkpoint, or safetensors, a file or a folder of them.
+        source: folder of a DCP checkpoint, or safetensors: a file or a folder of files.
         target: folder or fsspec URL of checkpoints; need not exist.
         renames: ``OLD=NEW`` names of parameters, see ``Rename``.
-        skips: patterns of keys to leave.
-        step: of the checkpoint; -1 for what the source says.
-        rotary_pairs: dims of a head, where the rotary embedding of the source turns neighbouring dims, as those of
-            torchtitan and of Meta do; 0 where it turns the halves of a head, as those of Crius and of Hugging Face do.
+        skips: patterns of keys to leave out.
+        step: step of the checkpoint; -1 for the step in the source.
+        rotary_pairs: dims of a head, if the rotary embedding of the source turns neighbouring dims, as in torchtitan
+            and Meta; 0 if it turns the halves of a head, as in Crius and Hugging Face.
 
     Raises:
         ConfigError: an argument does not fit the source.
         CheckpointError: the source is damaged or hostile, or the target cannot be written.
-        OSError: the disk does not give it.
+        OSError: the disk does not return the data.
     """
     foreign = _read(source)
     rows = assign(foreign, [Rename.parse(text) for text in renames], skips)
@@ -122,7 +122,7 @@ def convert(
     if result.unknown:
         return result
     if not tensors:
-        raise CheckpointError(f"{source} holds no tensor to convert.", fix="give fewer --skip patterns")
+        raise CheckpointError(f"{source} has no tensor to convert.", fix="give fewer --skip patterns")
     readers = {name: _reader(name, tensor, rotary_pairs) for name, tensor in sorted(tensors.items())}
     state = {"imported": True, "source": f"{foreign.kind}: {source}"}
     write_checkpoint(open_disk(target), tensors, readers, step, foreign.kind, {}, state)
@@ -143,9 +143,9 @@ def _read(source: str) -> Foreign:
             )
         return read_safetensors(place)
     raise CheckpointError(
-        f"{source} is no checkpoint that can be converted.",
-        why=f"it is no folder with {METADATA} or *{SUFFIX} in it, and no {SUFFIX} file",
-        fix="give the folder of one step, and copy what is behind a URL to this machine first",
+        f"{source} is not a checkpoint that can be converted.",
+        why=f"it is neither a folder with {METADATA} or *{SUFFIX} in it, nor a {SUFFIX} file",
+        fix="give the folder of one step, and copy the files of a URL to this machine first",
     )
 
 
@@ -153,14 +153,14 @@ def _step(foreign: Foreign, step: int, source: str) -> tuple[int, str]:
     if step >= 0:
         step_name(step)
         return step, "--step"
-    said, origin = step_of(foreign), "as it says"
+    said, origin = step_of(foreign), "as in the source"
     if said is None:
         match = re.fullmatch(r"(?:global_)?step[-_]?(\d{1,15})", Path(source).absolute().name)
         said, origin = (
-            (int(match[1]), "by the name of its folder") if match else (0, "it says none; --step N gives one")
+            (int(match[1]), "by the name of its folder") if match else (0, "the source has none; --step N gives one")
         )
     if parse_step(step_name(max(said, 0))) != said:
-        raise CheckpointError(f"{source} says that it is of step {said}.", fix="--step N says which it is")
+        raise CheckpointError(f"{source} is of step {said}, by its own record.", fix="--step N gives another")
     return said, origin
 
 
@@ -177,11 +177,11 @@ def _notes(foreign: Foreign, tensors: dict[str, TensorSource], rotary_pairs: int
                 why=rows if rotated else "it has no attention.wq or attention.wk",
                 fix="give the dims of a head, e.g. --rotary_pairs 128, or leave it out",
             )
-        notes.append(f"rows of {len(rotated)} tensors of queries and keys went from pairs to halves")
+        notes.append(f"rows of {len(rotated)} tensors of queries and keys were reordered from pairs to halves")
     elif rotated and foreign.kind.startswith("torch DCP"):
         notes.append(
-            "note: attention.wq and attention.wk are taken as they are. torchtitan and Meta turn pairs of dims in the "
-            "rotary embedding, Crius turns halves: --rotary_pairs HEAD_DIM puts the rows of theirs in that order."
+            "note: attention.wq and attention.wk are imported as they are. torchtitan and Meta turn pairs of dims in "
+            "the rotary embedding, Crius turns halves: --rotary_pairs HEAD_DIM reorders the rows of their weights."
         )
     return notes
 
@@ -193,7 +193,7 @@ def _reader(name: str, tensor: TensorSource, rotary_pairs: int) -> Callable[[], 
 
 
 def in_halves(rows: np.ndarray[Any, Any], head_dim: int) -> memoryview:
-    """The bytes of a tensor whose rows went from neighbouring pairs of a head's rotary dims to its halves.
+    """The bytes of a tensor after its rows are reordered from neighbouring pairs of a head's rotary dims to its halves.
 
     Args:
         rows: ``(heads * head_dim, ...)``.
@@ -203,7 +203,7 @@ def in_halves(rows: np.ndarray[Any, Any], head_dim: int) -> memoryview:
 
 
 def in_pairs(rows: np.ndarray[Any, Any], head_dim: int) -> memoryview:
-    """What ``in_halves`` makes ``rows`` of again."""
+    """The inverse of ``in_halves``."""
     return _swapped(rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]))
 
 
@@ -224,19 +224,19 @@ def write_checkpoint(
 
     Args:
         disk: folder of checkpoints.
-        tensors: by name in the checkpoint.
-        readers: gives the bytes of each.
-        step: of it.
-        kind: of the source.
-        config: settings that are known, by dotted name.
-        state: what is no tensor, beside the step.
+        tensors: tensors by name in the checkpoint.
+        readers: functions that return the bytes of each tensor.
+        step: step of the checkpoint.
+        kind: kind of the source.
+        config: known settings, by dotted name.
+        state: values besides the step that are not tensors.
 
     Raises:
-        CheckpointError: there is one of that step, the disk does not take it, or a tensor is damaged.
+        CheckpointError: the step already has a checkpoint, the disk cannot be written, or a tensor is damaged.
     """
     if step in disk.committed() or step_name(step) in disk.folders():
         raise CheckpointError(
-            f"{disk.where} has a checkpoint of step {step} already.",
+            f"{disk.where} already has a checkpoint of step {step}.",
             fix="give another folder, or another step: --step N",
         )
     attempt = f"import-{uuid.uuid4().hex[:8]}"
@@ -272,13 +272,13 @@ def write_checkpoint(
 
 
 def _family(row: KeyRow) -> str:
-    """The first part of the key of a row, with a star for the rest; the whole key where somebody named it."""
+    """The first part of the key of a row, with a star for the rest; the whole key if the caller named it."""
     first, dot, _ = row.source.removeprefix("app.").partition(".")
     return row.source if row.reason == SKIPPED else f"{first}.*" if dot else first
 
 
 def shares(tensors: Mapping[str, Part | TensorSource], names: Iterable[str], most: int) -> list[list[str]]:
-    """``names`` for each file, in their order: of at most so many bytes, unless one tensor has more."""
+    """``names`` per file, in order. A file has at most ``most`` bytes, unless a single tensor has more."""
     found: list[list[str]] = [[]]
     size = 0
     for name in names:

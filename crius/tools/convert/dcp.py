@@ -34,7 +34,7 @@ NAMES = frozenset(
         *(f"torch {name}" for name in (*TORCH_NAMES, *OTHER_DTYPES)),
     ]
 )
-"""What the metadata of real checkpoints names, as torch 2.11, 2.13 and 2.15 write it. Without dtypes it is 15 names."""
+"""Names in the metadata of real checkpoints, as torch 2.11, 2.13 and 2.15 write it. Without dtypes there are 15."""
 
 Place = tuple[str, int, int]  # file, first byte, bytes
 
@@ -43,8 +43,8 @@ class _Metadata:
     """The parts of ``.metadata`` that an import needs, checked one by one.
 
     Args:
-        record: what the pickle says.
-        folder: of the checkpoint.
+        record: content of the pickle.
+        folder: folder of the checkpoint.
         num_bytes: length of the pickle.
     """
 
@@ -58,21 +58,21 @@ class _Metadata:
         self._entries = self._pairs(fields.get("state_dict_metadata"))
 
     def _spend(self, count: int) -> None:
-        """Count values that are looked at."""
+        """Count values that are checked."""
         self._budget -= count
         if self._budget < 0:
-            raise ValueError("it names the same values again and again")
+            raise ValueError("it repeats the same values too often")
 
     def _pairs(self, table: Any) -> list[tuple[Any, Any]]:
         if not isinstance(table, Table):
-            raise ValueError("it has no table where one belongs")
+            raise ValueError("a table is missing")
         self._spend(len(table.pairs))
         return table.pairs
 
     def _fields(self, record: Any, name: str) -> dict[str, Any]:
         """The attributes of a dataclass."""
         if not isinstance(record, Record) or record.name != name or record.args:
-            raise ValueError(f"it has no {name.split(' ')[1]} where one belongs")
+            raise ValueError(f"a {name.split(' ')[1]} is missing")
         pairs = [] if record.state is None else self._pairs(record.state)
         return {key: value for key, value in pairs if isinstance(key, str)}
 
@@ -83,7 +83,7 @@ class _Metadata:
         return check_shape(shape, self._where)
 
     def _places(self, table: Any) -> dict[tuple[str, Shape | None], Place]:
-        """Where each entry lies, by key and, for a tensor, offset."""
+        """Place of each entry, by key and, for a tensor, offset."""
         places: dict[tuple[str, Shape | None], Place] = {}
         sizes: dict[str, int] = {}
         for key, value in self._pairs(table):
@@ -93,7 +93,7 @@ class _Metadata:
                 raise ValueError("its entries went through an extension such as compression")
             path = info.get("relative_path")
             if not isinstance(path, str):
-                raise ValueError("it has no file name where one belongs")
+                raise ValueError("a file name is missing")
             file = check_name(path, self._where)
             begin, length = check_shape((info.get("offset"), info.get("length")), self._where)
             if file not in sizes:
@@ -127,7 +127,7 @@ class _Metadata:
             if dtype in TORCH_NAMES:
                 tensors[name] = self._tensor(name, TORCH_NAMES[dtype], fields)
             else:
-                unreadable[name] = f"a Crius checkpoint holds no {dtype}"
+                unreadable[name] = f"a Crius checkpoint cannot have {dtype}"
         version = f" {self.version}" if isinstance(self.version, str) and len(self.version) < 20 else ""
         return Foreign(f"torch DCP{version}", tensors, values, unreadable)
 
@@ -167,7 +167,7 @@ class _Metadata:
         return partial(self._read, name, self.places.get((name, None)), lambda archive, _: archive.value())
 
     def _read(self, name: str, place: Place | None, read: Callable[[Archive, str], Any]) -> Any:
-        """What ``read`` makes of the archive at a place of a file."""
+        """Result of ``read`` for the archive at a place of a file."""
         if place is None:
             raise refusal(self._where, f"{name} has no place")
         file, begin, length = place
@@ -177,11 +177,11 @@ class _Metadata:
 
 
 def read_dcp(folder: Path) -> Foreign:
-    """What a folder of torch's distributed checkpoint holds.
+    """The contents of a folder of torch's distributed checkpoint.
 
     Raises:
         CheckpointError: the metadata is damaged or hostile.
-        OSError: the disk does not give it.
+        OSError: the disk does not return the data.
     """
     where = f"{folder}/{METADATA}"
     with open_inside(folder, METADATA) as file:

@@ -21,11 +21,11 @@ from crius.tools.convert.foreign_names import in_titan, is_rotated
 from crius.tools.convert.new_folder import new_folder
 
 _IN_PAIRS = ("llama3",)
-"""Models whose rotary embedding turns neighbouring dims in torchtitan; that of the others turns halves, as here."""
+"""Models whose rotary embedding turns neighbouring dims in torchtitan; other models turn halves, as here."""
 
 
 class _OneByOne(dcp.DefaultSavePlanner):
-    """Reads a tensor when it is to be written: the state has shapes alone."""
+    """Reads each tensor when it is written: the state has only shapes."""
 
     def __init__(self, parts: dict[str, Part]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
         source, target, dtype: see ``crius.tools.convert.exporting.export_model``.
 
     Raises:
-        CriusError: the target is taken, the source is damaged, or what was read back is not it.
+        CriusError: the target exists, the source is damaged, or the tensors that were read back differ from it.
     """
     model, facts = source.weights.model, source.weights.facts
     parts = parts_of(source, {name: in_titan(name) for name in facts.state_names}, dtype)
@@ -56,7 +56,7 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
     parts += [replace(own[name], key=tied) for tied, name in facts.config.ties.items()]
     by_name = {part.key: part for part in parts}
     with new_folder(target) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
+        warnings.simplefilter("ignore")  # about a single process
         state = {key: torch.empty(part.shape, dtype=DTYPES[part.dtype], device="meta") for key, part in by_name.items()}
         writer = dcp.FileSystemWriter(folder)
         dcp.save(state, storage_writer=writer, planner=_OneByOne(by_name), no_dist=True)

@@ -35,11 +35,12 @@ from crius.tools.convert.tokenizer_out import write_tokenizer
 
 SHARD_BYTES = 5 * 10**9
 TOLERANCE = 1e-5
-"""Of logits in float32, relative to the largest one: what other orders of the same sums give, and no other model."""
+"""Largest difference of logits in float32, relative to the largest one. Other orders of the same sums give as much;
+another model gives more."""
 
 ROUNDINGS, LIMIT = 3, 1e-3
-"""A model may be so sensitive that rounding alone does more. Its logits in float32 are compared with its own in float64
-then, and may be so many times as far from those of transformers, but no farther than the limit."""
+"""Factor for sensitive models, in which rounding alone exceeds the limit. Their float32 logits are compared with their
+own float64 logits, and may be this many times as far from those of transformers, but no further than the limit."""
 
 _WRITTEN = "tensors"
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
@@ -47,12 +48,12 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBL
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is exported.
+    """The model to export.
 
     Attributes:
-        weights: of it.
-        settings: of the run, by dotted name.
-        facts: for people, by name.
+        weights: its weights.
+        settings: settings of the run, by dotted name.
+        facts: facts for people, by name.
     """
 
     weights: Weights
@@ -62,18 +63,18 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
         where: the folder.
-        source: of it.
+        source: source of the export.
         kind: class of transformers, or the format.
-        tensors: written, and how many of them were read back as they are in the source.
-        files: with tensors, and the hash of each.
-        dtypes: of the tensors.
-        num_bytes: of them.
-        tokenizer: what it is.
-        logits: how they compare with those of transformers, or why they do not.
+        tensors: number of tensors that were written and read back equal to the source.
+        files: files with tensors, and the hash of each.
+        dtypes: dtypes of the tensors.
+        num_bytes: bytes of the tensors.
+        tokenizer: description of the tokenizer.
+        logits: comparison with the logits of transformers, or why there is none.
     """
 
     where: str
@@ -108,14 +109,14 @@ class Export:
 
 
 def open_source(path: str, step: int) -> Source:
-    """What ``path`` and ``step`` name: a run, a checkpoint, or a folder of Hugging Face.
+    """The source that ``path`` and ``step`` name: a run, a checkpoint, or a Hugging Face folder.
 
     Args:
-        path: of it.
-        step: of the checkpoint; -1 for the newest whole one, or the one that ``path`` is.
+        path: path of the source.
+        step: step of the checkpoint; -1 for the newest complete one, or the one that ``path`` is.
 
     Raises:
-        CriusError: see ``open_weights``; there is no such step.
+        CriusError: see ``open_weights``; or there is no such step.
     """
     path = path if "://" in path else str(Path(path).expanduser())
     if step >= 0:
@@ -125,7 +126,7 @@ def open_source(path: str, step: int) -> Source:
             raise ConfigError(
                 f"there is no checkpoint of step {step} in {path}.",
                 where="--step",
-                why=f"it is {found.name}" if found.name else f"there are: {', '.join(map(str, steps)) or 'none'}",
+                why=f"it is {found.name}" if found.name else f"its steps are: {', '.join(map(str, steps)) or 'none'}",
                 fix=f"--step {steps[-1]}" if steps else "leave out --step",
             )
         path = f"{path.rstrip('/') if '://' in path else found.folder.disk.where}/{step_name(step)}"
@@ -148,12 +149,12 @@ def open_source(path: str, step: int) -> Source:
 
 
 def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]:
-    """The tensors as they are to be written, in the order of the model.
+    """The tensors as they are written, in the order of the model.
 
     Args:
-        source: of them.
-        names: theirs by ours.
-        dtype: of those that are floating-point numbers, by torch's name; empty: as they are, merged ones as their base.
+        source: source of the tensors.
+        names: Hugging Face's names by Crius's names.
+        dtype: torch's name of the dtype of floating-point tensors; empty: unchanged, merged ones as their base.
     """
     wanted = TORCH_NAMES[dtype] if dtype else ""
     parts, newest = [], _Newest()
@@ -168,7 +169,7 @@ def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]
 
 
 class _Newest:
-    """Reads tensors, and keeps the one whose rows are read one after the other: no other is in memory then."""
+    """Reads tensors, and keeps only the tensor whose rows are read one after the other in memory."""
 
     def __init__(self) -> None:
         self._tensor: TensorSource | None = None
@@ -177,7 +178,7 @@ class _Newest:
     def read(self, tensor: TensorSource, row: int | None) -> memoryview:
         """The bytes of a tensor, or of one of its rows."""
         if row is None or self._tensor is not tensor:
-            self._tensor, self._data = None, memoryview(b"")  # before the next one comes
+            self._tensor, self._data = None, memoryview(b"")  # before the next tensor is read
             data = tensor.read()
             if row is None:
                 return data
@@ -192,7 +193,7 @@ def _read(newest: _Newest, tensor: TensorSource, row: int | None, dtype: str) ->
         return cast(data, tensor.dtype, dtype) if tensor.dtype != dtype else data
     except OverflowError:
         raise CheckpointError(
-            f"{tensor.key} has numbers of {tensor.dtype} that {dtype} cannot hold.",
+            f"{tensor.key} has {tensor.dtype} numbers that are too large for {dtype}.",
             where="--dtype",
             fix="--dtype bfloat16, which has the range of float32",
         ) from None
@@ -201,17 +202,17 @@ def _read(newest: _Newest, tensor: TensorSource, row: int | None, dtype: str) ->
 def written(
     target: str, source: Source, parts: Sequence[Part], back: Mapping[str, TensorSource], **told: Any
 ) -> Export:
-    """What was written, each tensor compared with the source, which is read a second time.
+    """The result of an export, after each tensor is compared with the source, which is read a second time.
 
     Args:
         target: the folder.
-        source: of it.
-        parts: that were written.
+        source: source of the export.
+        parts: tensors that were written.
         back: tensors that were read back.
         told: other attributes of the result.
 
     Raises:
-        CheckpointError: a tensor is missing, or another one.
+        CheckpointError: a tensor is missing or differs.
     """
     wrong = sorted({part.key for part in parts} ^ back.keys())
     for part in (part for part in parts if part.key in back):
@@ -221,8 +222,8 @@ def written(
             wrong.append(part.key)
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} of {len(parts)} tensors of {target} are not those of the source; the first is {wrong[0]}.",
-            why="memory, disk or the way to it changes bits, or the source changed meanwhile; nothing was written",
+            f"{len(wrong)} of {len(parts)} tensors of {target} differ from the source; the first is {wrong[0]}.",
+            why="memory, disk or bus changes bits, or the source changed meanwhile; nothing was written",
             fix="export again, and check the machine: its log, its memory, its disk",
         )
     dtypes, size = sorted({part.dtype for part in parts}), sum(part.num_bytes for part in parts)
@@ -230,16 +231,16 @@ def written(
 
 
 def export_model(source: Source, target: str, dtype: str = "") -> Export:
-    """Write ``source`` as the folder ``target`` of Hugging Face, one tensor at a time in memory.
+    """Write ``source`` as the Hugging Face folder ``target``, one tensor at a time in memory.
 
     Args:
         source: see ``open_source``.
-        target: folder; not there yet, or empty. All of it is written, or nothing.
+        target: folder; new or empty. All of it is written, or nothing.
         dtype: see ``parts_of``.
 
     Raises:
-        CriusError: the target is taken, Hugging Face has no such model, the source is damaged, or what was written is
-            not it: other bits, or other logits.
+        CriusError: the target exists, Hugging Face has no such model, the source is damaged, or the written folder
+            differs from it: other bits, or other logits.
     """
     model, facts = source.weights.model, source.weights.facts
     family, names = foreign_names(model["name"], facts.state_names)
@@ -273,10 +274,10 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
 
 
 def foreign_names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[str, str]]:
-    """What Hugging Face calls a model, and its names by ours.
+    """Hugging Face's class of a model, and its tensor names by Crius's names.
 
     Raises:
-        ConfigError: some have none.
+        ConfigError: some tensors have no name there.
     """
     family = families().get(model, HuggingFace(model_type="", architecture=""))
     names, lacking = {}, []
@@ -287,7 +288,7 @@ def foreign_names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[st
             lacking.append(str(error.args[0]))
     if lacking:
         raise ConfigError(
-            f"{model} has no names of Hugging Face for {', '.join(dict.fromkeys(lacking))}.",
+            f"{model} has no Hugging Face names for {', '.join(dict.fromkeys(lacking))}.",
             where="model.name",
             why="" if family.model_type else "its ModelSpec has no hf",
             fix="hf=HuggingFace(model_type=..., architecture=..., names={...}) in its ModelSpec; or --format dcp",
@@ -296,13 +297,13 @@ def foreign_names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[st
 
 
 def write_parts(folder: Path, parts: Sequence[Part], stem: str = "model", most: int = 0) -> dict[str, str]:
-    """Write the tensors, with an index where they are several files; returns the hash of each file.
+    """Write the tensors, with an index if they take several files; returns the hash of each file.
 
     Args:
-        folder: to write to.
+        folder: folder to write to.
         parts: the tensors.
-        stem: of the names of the files.
-        most: bytes of a file; 0: ``SHARD_BYTES``.
+        stem: start of the names of the files.
+        most: most bytes of a file; 0: ``SHARD_BYTES``.
     """
     by_name = {part.key: part for part in parts}
     groups = shares(by_name, by_name, most or SHARD_BYTES)
@@ -325,27 +326,27 @@ def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
     """Compare logits, and ids of the tokenizer, with those of transformers, in a process of its own.
 
     Raises:
-        CheckpointError: transformers does not load it, or has others.
+        CheckpointError: transformers does not load the export, or has other logits or ids.
     """
     if find_spec("transformers") is None:
         return f"not compared: transformers is not installed ({install_line(REQUIREMENTS['transformers'])})"
-    needed = 5 * num_parameters  # in float32, one model after the other, and what passes through it
+    needed = 5 * num_parameters  # in float32, one model after the other, with activations
     if needed > (free := free_host_bytes()):
-        return f"not compared: that takes {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} are free"
+        return f"not compared: it takes {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} are free"
     return compared({"folder": str(folder), **job_of(weights)})
 
 
 def job_of(weights: Weights) -> dict[str, Any]:
-    """What ``crius.tools.convert.logits`` has to know of the source."""
+    """Facts about the source that ``crius.tools.convert.logits`` needs."""
     told = {"tokenizer": weights.tokenizer, "eos_token": weights.eos_token}
     return {"model": dict(weights.model), **told}
 
 
 def compared(job: Mapping[str, Any]) -> str:
-    """What ``crius.tools.convert.logits`` finds for ``job`` in a process of its own, in words.
+    """Result of ``crius.tools.convert.logits`` for ``job``, in a process of its own, in words.
 
     Raises:
-        CheckpointError: transformers or PEFT does not load what was exported, or has other logits or ids.
+        CheckpointError: transformers or PEFT does not load the export, or has other logits or ids.
     """
     done = subprocess.run(
         [sys.executable, "-P", "-m", "crius.tools.convert.logits", *IMPORTED],
@@ -361,14 +362,14 @@ def compared(job: Mapping[str, Any]) -> str:
     if "difference" not in found:
         return f"not compared: {found['version']} has no such architecture"
     if found["texts"]:
-        named = f'tokenizer_config.json beside {job["tokenizer"]}: "tokenizer_class": "PreTrainedTokenizerFast"'
-        raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class is another one", named)
+        named = f'tokenizer_config.json next to {job["tokenizer"]}: "tokenizer_class": "PreTrainedTokenizerFast"'
+        raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class differs", named)
     scale = found["largest"] or 1.0
     share, rounding = found["difference"] / scale, found["rounding"] / scale
     told = f"max difference {share:.1e} x max |logit| {found['largest']:.3g} from {found['version']}"
     limit = max(TOLERANCE, min(ROUNDINGS * rounding, LIMIT))
     if not share <= limit:
-        raise _unproven(told, f"more than {limit:.1e} is no order of sums")
+        raise _unproven(told, f"another order of sums gives at most {limit:.1e}")
     at_most = f"at most {limit:.1e}" + f", since rounding alone moves this model by {rounding:.1e}" * (
         limit > TOLERANCE
     )
@@ -376,4 +377,4 @@ def compared(job: Mapping[str, Any]) -> str:
 
 
 def _unproven(what: str, why: str, fix: str = "report it with what crius doctor prints") -> CheckpointError:
-    return CheckpointError(f"what was exported is not the model: {what}; nothing stays of it.", why=why, fix=fix)
+    return CheckpointError(f"the export differs from the model: {what}; it was removed.", why=why, fix=fix)

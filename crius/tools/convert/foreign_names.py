@@ -1,4 +1,4 @@
-"""Which tensor of another program's checkpoint is which of Crius's: torchtitan's names, plain ones, and renames."""
+"""Tensors of other programs' checkpoints and their names in Crius: torchtitan's names, plain names, and renames."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -13,31 +13,31 @@ from crius.interop.foreign import Foreign
 MODEL_ROOTS = ("app.model.", "model.")
 OPTIMIZER_ROOTS = ("app.optimizer.", "app.optim.", "optimizer.", "optim.")
 SKIPPED = "--skip"
-"""Why a key is left that the caller named."""
+"""Reason for leaving out a key that the caller named."""
 
 STATES = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
-"""What a Crius checkpoint holds of an optimizer, for each parameter."""
+"""Optimizer state in a Crius checkpoint, per parameter."""
 
-# first parts of the names of what a run keeps beside weights and moments, and why an import leaves it
+# first parts of the names of values besides weights and moments, and why an import leaves them out
 _LEFT = {
-    "lr_scheduler": "the schedule is of the config, and follows the step",
+    "lr_scheduler": "the schedule comes from the config, and follows the step",
     "dataloader": "the place in the data: Crius reads its own corpus, from the start",
-    "train_state": "counters; the step is taken over",
-    "rng_state": "random streams are of the seed",
-    **dict.fromkeys(("step", "global_step", "epoch"), "a counter; the step is taken over"),
+    "train_state": "counters; only the step is imported",
+    "rng_state": "random streams come from the seed",
+    **dict.fromkeys(("step", "global_step", "epoch"), "a counter; only the step is imported"),
 }
 _STEP_KEYS = ("train_state.step", "app.train_state.step", "step", "global_step")
 
 
 @dataclass(frozen=True)
 class KeyRow:
-    """What becomes of a key.
+    """Fate of a key.
 
     Attributes:
-        source: the key in the other checkpoint.
-        target: the key in a Crius checkpoint; empty where it has none.
+        source: key in the other checkpoint.
+        target: key in a Crius checkpoint; empty if it has none.
         reason: why it has none.
-        is_known: somebody said that it may be left; else it is an error.
+        is_known: whether it may be left out; else it is an error.
     """
 
     source: str
@@ -48,11 +48,11 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class Rename:
-    """A parameter by its name elsewhere; ``*`` is one part of a name, or some of one part.
+    """A parameter's name in another program; ``*`` is one part of a name, or a piece of one part.
 
     Attributes:
-        old: pattern of a whole key, or of the parameter's name in one.
-        new: the parameter's name in Crius; each ``*`` is what that of ``old`` stands for.
+        old: pattern of a whole key, or of the parameter's name in a key.
+        new: parameter's name in Crius; each ``*`` is the text that the same ``*`` of ``old`` stands for.
     """
 
     old: str
@@ -60,22 +60,22 @@ class Rename:
 
     @classmethod
     def parse(cls, text: str) -> "Rename":
-        """A rename written ``OLD=NEW``.
+        """The rename in ``text``, written ``OLD=NEW``.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: ``text`` has another form.
         """
         old, equals, new = text.partition("=")
         if not (old and equals and new) or "=" in new or old.count("*") != new.count("*"):
             raise ConfigError(
-                f"--rename {text} is no OLD=NEW with as many * in NEW as in OLD.",
+                f"--rename {text} must be OLD=NEW with as many * in NEW as in OLD.",
                 where="command line",
                 fix="e.g. --rename 'layers.*.mlp.up_proj.weight=layers.*.feed_forward.w3.weight'",
             )
         return cls(old, new)
 
     def apply(self, name: str) -> str:
-        """The new name; empty where ``name`` is not meant."""
+        """The new name; empty if ``name`` does not match."""
         pattern = re.escape(self.old).replace(r"\*", r"([^.]*)")
         match = re.fullmatch(pattern, name)
         if not match:
@@ -90,13 +90,14 @@ TITAN = (
     Rename("layers.*.moe.shared_experts.*.weight", "layers.*.feed_forward.shared.*.weight"),
     Rename("layers.*.moe.expert_bias", "layers.*.feed_forward.router.bias"),
 )
-"""torchtitan's names that differ from ours; its experts have our shapes, ``(E, F, D)`` and of w2 ``(E, D, F)``."""
+"""torchtitan's names that differ from Crius's; its experts have the same shapes, ``(E, F, D)`` and for w2 ``(E, D,
+F)``."""
 
 _COUNTER = ".moe.tokens_per_expert"  # torchtitan's, saved by some of its versions
 
 
 def in_titan(name: str) -> str:
-    """torchtitan's name of our parameter."""
+    """torchtitan's name of a Crius parameter."""
     return next(filter(None, (Rename(rename.new, rename.old).apply(name) for rename in TITAN)), name)
 
 
@@ -105,15 +106,15 @@ def _of_titan(name: str) -> str:
 
 
 def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) -> list[KeyRow]:
-    """What becomes of every key, in the order of the keys.
+    """Fate of every key, in the order of the keys.
 
     Args:
         foreign: the other checkpoint.
         renames: names of parameters.
-        skips: patterns of keys to leave, see ``crius.config.param_groups.fits``.
+        skips: patterns of keys to leave out, see ``crius.config.param_groups.fits``.
 
     Raises:
-        ConfigError: a rename or a pattern meets no key, or two keys become one.
+        ConfigError: a rename or a pattern matches no key, or two keys get the same name.
     """
     keys = sorted([*foreign.tensors, *foreign.values, *foreign.unreadable])
     has_root = any(key.startswith(MODEL_ROOTS) for key in keys)
@@ -139,7 +140,7 @@ def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) ->
         shown = sorted(unused)[0]
         near = nearest(re.split(r"[ =]", shown)[1], keys)
         raise ConfigError(
-            f"{shown} meets no key of the checkpoint.",
+            f"{shown} matches no key of the checkpoint.",
             where="command line",
             fix=f"one of its keys fits {near}" if near else f"its first key is {keys[0] if keys else '(none)'}",
         )
@@ -155,10 +156,10 @@ def _row(key: str, is_tensor: bool, has_root: bool, renamed: Callable[[str], str
     if first in _LEFT:
         return KeyRow(key, reason=_LEFT[first])
     if not is_tensor:
-        return KeyRow(key, reason="no tensor, and none that is known", is_known=False)
+        return KeyRow(key, reason="not a tensor, and not a known value", is_known=False)
     root = next((root for root in MODEL_ROOTS if key.startswith(root)), "")
     if has_root and not root:
-        return KeyRow(key, reason=f"not below {' or '.join(MODEL_ROOTS)}", is_known=False)
+        return KeyRow(key, reason=f"not in {' or '.join(MODEL_ROOTS)}", is_known=False)
     name = key.removeprefix(root)
     if name.endswith(_COUNTER):
         return KeyRow(key, reason="a counter of a step")
@@ -167,12 +168,12 @@ def _row(key: str, is_tensor: bool, has_root: bool, renamed: Callable[[str], str
 
 def _optimizer_row(key: str, rest: str, is_tensor: bool, renamed: Callable[[str], str]) -> KeyRow:
     if rest.startswith("param_groups."):
-        return KeyRow(key, reason="settings of the optimizer are of the config")
+        return KeyRow(key, reason="settings of the optimizer come from the config")
     name, _, state = rest.removeprefix("state.").rpartition(".")
     if not rest.startswith("state.") or not name or state not in STATES:
-        return KeyRow(key, reason="no state of an optimizer that Crius has", is_known=False)
+        return KeyRow(key, reason="not a state of Crius's optimizers", is_known=False)
     if not is_tensor:
-        return KeyRow(key, reason="a state that is no tensor", is_known=False)
+        return KeyRow(key, reason="a state that is not a tensor", is_known=False)
     return KeyRow(key, f"optim.{renamed(name) or _of_titan(name)}.{state}")
 
 
@@ -189,7 +190,7 @@ def _distinct(rows: list[KeyRow]) -> list[KeyRow]:
 
 
 def _without_orphans(rows: list[KeyRow], foreign: Foreign) -> list[KeyRow]:
-    """Rows, with the states of no parameter, and those of another shape, marked."""
+    """Rows in which states without a parameter, or of another shape than it, are marked."""
     shapes = {
         row.target.removeprefix("model."): _shape(foreign, row) for row in rows if row.target.startswith("model.")
     }
@@ -201,7 +202,7 @@ def _without_orphans(rows: list[KeyRow], foreign: Foreign) -> list[KeyRow]:
         elif name not in shapes:
             checked.append(KeyRow(row.source, reason=f"there is no parameter {name}", is_known=False))
         elif _shape(foreign, row) != (() if state == "step" else shapes[name]):
-            checked.append(KeyRow(row.source, reason=f"not of the shape of {name}", is_known=False))
+            checked.append(KeyRow(row.source, reason=f"it differs in shape from {name}", is_known=False))
         else:
             checked.append(row)
     return checked
@@ -212,10 +213,10 @@ def _shape(foreign: Foreign, row: KeyRow) -> tuple[int, ...]:
 
 
 def step_of(foreign: Foreign) -> int | None:
-    """The step that a checkpoint says it is of; None where it says none.
+    """The step in a checkpoint; None if it has none.
 
     Raises:
-        CheckpointError: it says something that is no step.
+        CheckpointError: the value is not a step.
     """
     for key in _STEP_KEYS:
         tensor = foreign.tensors.get(key)
@@ -228,7 +229,7 @@ def step_of(foreign: Foreign) -> int | None:
 
 
 def folded(keys: Iterable[str]) -> dict[str, int]:
-    """Keys with ``*`` for the numbers of layers, and how many each stands for."""
+    """Keys with ``*`` for the numbers of layers, and the number of keys for each."""
     counts: dict[str, int] = {}
     for key in keys:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", key)
@@ -237,5 +238,5 @@ def folded(keys: Iterable[str]) -> dict[str, int]:
 
 
 def is_rotated(tensor: TensorSource, target: str) -> bool:
-    """Whether the rows of a tensor are the dims that rotary embeddings turn: queries' and keys' weights and moments."""
+    """Whether the rows of a tensor are dims that rotary embeddings turn: weights and moments of queries and keys."""
     return len(tensor.shape) == 2 and bool(re.search(r"\.attention\.w[qk]\.weight(\.|$)", target))

@@ -1,4 +1,4 @@
-"""GGUF files, through the gguf package: sizes, tensors as it dequantises them, and the tokenizer that is inside."""
+"""GGUF files, read by the gguf package: sizes, tensors as it dequantises them, and the tokenizer inside."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from crius.tools.convert.convert import in_halves
 
 SUFFIX = ".gguf"
 
-# Architecture there to ours, and whether the writer turned halves of a head's rotary dims into pairs.
+# GGUF's architecture to Crius's, and whether the writer turned halves of a head's rotary dims into pairs.
 _MODELS = {"llama": ("llama3", True), "qwen3": ("qwen3", False)}
 _NAMES = {
     **{"tok_embeddings": "token_embd", "norm": "output_norm", "output": "output"},
@@ -33,7 +33,7 @@ _SIZES = {
     **{"num_heads": "attention.head_count", "num_kv_heads": "attention.head_count_kv"},
     **{"norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"},
 }
-_PLAIN = {"F32": "F32", "F16": "F16"}  # what is not quantised stays as it is; all else becomes float32
+_PLAIN = {"F32": "F32", "F16": "F16"}  # unquantised tensors stay as they are; all others become float32
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -52,18 +52,18 @@ _SPLITS: dict[str, list[dict[str, Any]]] = {
         }
     ],
 }
-"""What cuts a text before its bytes are merged, by ``tokenizer.ggml.pre``, in the words of tokenizer.json."""
+"""Rules that split a text before its bytes are merged, by ``tokenizer.ggml.pre``, in the form of tokenizer.json."""
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file holds.
+    """Contents of a GGUF file.
 
     Attributes:
-        weights: of it.
-        tokenizer: files of a tokenizer by name; empty where it has none that can be built.
-        note: on the tokenizer.
+        weights: its weights.
+        tokenizer: files of a tokenizer by name; empty if none can be built.
+        note: note about the tokenizer.
     """
 
     weights: Weights
@@ -76,8 +76,8 @@ def open_gguf(path: Path, where: str) -> GgufFile:
 
     Raises:
         EnvironmentError: the gguf package is not installed.
-        ConfigError: it is of a model that Crius does not have.
-        CheckpointError: it is damaged, or its tensors do not fit.
+        ConfigError: Crius does not have the file's model.
+        CheckpointError: the file is damaged, or its tensors do not fit.
     """
     try:
         import gguf  # noqa: PLC0415  optional package
@@ -94,7 +94,7 @@ def open_gguf(path: Path, where: str) -> GgufFile:
         return _opened(path, fields, reader.tensors, gguf.dequantize, where)
     except CriusError:
         raise
-    except Exception as error:  # whatever the package raises of a damaged file
+    except Exception as error:  # any error of the package about a damaged file
         raise refusal(str(path), f"the gguf package says {type(error).__name__}: {str(error)[:200]}") from None
 
 
@@ -102,7 +102,7 @@ def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callab
     kind = str(fields.get("general.architecture"))[:100]
     if kind not in _MODELS:
         raise ConfigError(
-            f"{path} is of architecture {kind}, which Crius does not import.",
+            f"{path} has architecture {kind}, which Crius does not import.",
             where=where,
             fix=f"one of {', '.join(_MODELS)}",
         )
@@ -131,7 +131,7 @@ def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callab
 
 
 def _sizes(path: Path, kind: str, fields: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of ``[model]`` that the fields of a file say."""
+    """Sizes of ``[model]`` in the fields of a file."""
     missing = [f"{kind}.{key}" for key in _SIZES.values() if f"{kind}.{key}" not in fields]
     scaling = fields.get(f"{kind}.rope.scaling.type", "none")
     strange = [name for name in ("rope_freqs.weight",) if name in found]
@@ -142,12 +142,12 @@ def _sizes(path: Path, kind: str, fields: dict[str, Any], found: Mapping[str, An
         raise ConfigError(
             f"{path} {what or 'lacks ' + ', '.join(missing or ['token_embd.weight'])}.",
             where=str(path),
-            fix="import the model's Hugging Face folder, which says more",
+            fix="import the model's Hugging Face folder, which has more",
         )
     sizes = {name: fields[f"{kind}.{key}"] for name, key in _SIZES.items()}
     if not all(type(size) in (int, float) and size > 0 for size in sizes.values()):
         raise refusal(str(path), f"its sizes are {str(sizes)[:300]}")
-    for name in ("norm_eps", "rope_theta"):  # the shortest number that is the same in float32
+    for name in ("norm_eps", "rope_theta"):  # the shortest decimal number with the same float32 value
         sizes[name] = float(str(np.float32(sizes[name])))
     width = fields.get(f"{kind}.attention.key_length", sizes["dim"] // sizes["num_heads"])
     tied = "output.weight" not in found
@@ -156,7 +156,7 @@ def _sizes(path: Path, kind: str, fields: dict[str, Any], found: Mapping[str, An
 
 
 def _translated(name: str) -> str:
-    """The name in GGUF of our parameter."""
+    """GGUF's name of a Crius parameter."""
     place, _, rest = name.removesuffix(".weight").removeprefix("layers.").partition(".")
     if name.startswith("layers."):
         return f"blk.{place}.{_NAMES[rest]}.weight"
@@ -175,12 +175,12 @@ def _source(tensor: Any, shape: tuple[int, ...], dequantized: Callable[[], Any],
 
 
 def _tokenizer(fields: dict[str, Any], template: str) -> tuple[dict[str, str], str]:
-    """tokenizer.json and tokenizer_config.json that say what the fields of a file say, and a note."""
+    """tokenizer.json and tokenizer_config.json with the facts in the fields of a file, and a note."""
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
     if kind is None:
         return {}, "none: the file has none"
     if kind != "gpt2" or pre not in _SPLITS:
-        return {}, f"none: that of the file, {str(kind)[:40]} with {str(pre)[:40]}, is not built"
+        return {}, f"none: Crius cannot build the file's kind, {str(kind)[:40]} with {str(pre)[:40]}"
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     added: list[dict[str, Any]] = [
         dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

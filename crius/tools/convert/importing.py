@@ -1,4 +1,4 @@
-"""``crius import``: a model of Hugging Face or GGUF as a run folder. No torch, and nothing of it is executed."""
+"""``crius import``: a Hugging Face or GGUF model as a run folder. No torch, and no code in it is executed."""
 
 import os
 import re
@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json", ADDED_TOKENS),
     *("tokenizer.model", "vocab.json", "merges.txt", CONFIG, GENERATION),
 )
-"""What is copied of a tokenizer, and what an export takes over: where to stop, and the longest context."""
+"""Files that are copied with a tokenizer. An export uses their facts: where to stop, and the longest context."""
 
 _LARGEST_FILE = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -48,13 +48,13 @@ _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.
 
 @dataclass(frozen=True)
 class Import:
-    """What an import wrote.
+    """Result of an import.
 
     Attributes:
         where: the run folder.
-        weights: of the source.
+        weights: weights of the source.
         manifest: hash of the checkpoint's manifest.
-        tokenizer: of the model, or why there is none.
+        tokenizer: tokenizer of the model, or why there is none.
     """
 
     where: str
@@ -96,16 +96,16 @@ class Import:
 
 
 def import_model(source: str, target: str) -> Import:
-    """Write the model that ``source`` is as the run folder ``target``, one tensor at a time in memory.
+    """Write the model in ``source`` as the run folder ``target``, one tensor at a time in memory.
 
     Args:
-        source: folder of Hugging Face, name of a repository of its hub, or GGUF file.
-        target: run folder; not there yet, or empty. All of it is written, or nothing.
+        source: Hugging Face folder, name of a repository of its hub, or GGUF file.
+        target: run folder; new or empty. All of it is written, or nothing.
 
     Raises:
-        ConfigError: the target is taken, or the source is none, or of a model that Crius does not have.
+        ConfigError: the target exists, or the source does not, or Crius does not have its model.
         CheckpointError: the source is damaged or hostile, or the target cannot be written.
-        EnvironmentError: a package is missing, or the hub does not give it.
+        EnvironmentError: a package is missing, or the hub does not return the files.
     """
     place = Path(target).expanduser()
     with new_folder(target) as folder:
@@ -124,7 +124,7 @@ def import_model(source: str, target: str) -> Import:
 
 
 def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]], str]:
-    """The weights that a source has, what writes each file of its tokenizer, and a note on that."""
+    """The weights of a source, functions that write each file of its tokenizer, and a note on the tokenizer."""
     path = Path(source).expanduser()
     if path.suffix == SUFFIX and path.exists():
         found = open_gguf(path, "command line")
@@ -132,11 +132,11 @@ def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]
         return found.weights, texts, found.note
     if (path / METADATA).exists():
         fix = f"crius checkpoint convert {source} DIR, and --checkpoint.load_path DIR"
-        what = "is a checkpoint of torch's DCP, which does not say what model it is of"
+        what = "is a checkpoint of torch's DCP, which does not name its model"
         raise ConfigError(f"{source} {what}.", where="command line", fix=fix)
     is_name = not path.exists() and _HUB_NAME.fullmatch(source)
     if not path.exists() and not is_name and "://" not in source:
-        fix = "give a folder of Hugging Face, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
+        fix = "give a Hugging Face folder, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
         raise ConfigError(f"there is no {source}.", where="command line", fix=fix)
     weights = open_weights(str(_from_hub(source)) if is_name else source)
     tokenizer = Path(weights.tokenizer)
@@ -151,10 +151,10 @@ def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]
 
 
 def _converted(folder: Path, original: Path | None) -> dict[str, Callable[[Path], object]]:
-    """What writes each file of a tokenizer that is converted."""
+    """Functions that write each file of a converted tokenizer."""
     if original is None:
         return {}
-    for name in (original.name, TOKENIZER_CONFIG, ADDED_TOKENS):  # no links, as what is copied is none
+    for name in (original.name, TOKENIZER_CONFIG, ADDED_TOKENS):  # no links, as for copied files
         if os.path.lexists(folder / name):
             open_inside(folder, name).close()
     place = tokenizer_file(str(folder)).parent
@@ -162,38 +162,38 @@ def _converted(folder: Path, original: Path | None) -> dict[str, Callable[[Path]
 
 
 def _from_hub(name: str) -> Path:
-    """The folder of the hub's cache with a repository."""
+    """The folder of a repository in the hub's cache."""
     try:
         import huggingface_hub  # noqa: PLC0415  optional package
     except ImportError:
         raise EnvironmentError(
-            f"there is no folder {name}, and to get it from the hub the huggingface_hub package is needed.",
+            f"there is no folder {name}, and the hub needs the huggingface_hub package.",
             where="command line",
             fix=install_line(REQUIREMENTS["huggingface_hub"]),
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
-    except Exception as error:  # of the package, and of those that it gets files with
+    except Exception as error:  # of the package and of its dependencies
         said = " ".join(str(error).split())[:300]
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
         raise EnvironmentError(
-            f"there is no folder {name}, and the hub does not give it: {type(error).__name__}: {said}",
+            f"there is no folder {name}, and the hub does not return it: {type(error).__name__}: {said}",
             where="HF_HUB_OFFLINE" if is_offline else "command line",
-            fix=f"hf download {name} --local-dir DIR where there is a network, and crius import DIR",
+            fix=f"hf download {name} --local-dir DIR on a machine with a network, then crius import DIR",
         ) from None
 
 
 def copy_file(folder: Path, name: str, to: Path) -> None:
-    """Copy a file of a folder, no link and nothing huge, to ``to``.
+    """Copy a regular file of limited size from a folder to ``to``.
 
     Raises:
-        CheckpointError: it is no such file.
+        CheckpointError: it is not such a file.
     """
     to.write_bytes(read_inside(folder, name, _LARGEST_FILE))
 
 
 def _tokenizer(folder: Path, num_rows: int, note: str) -> str:
-    """What the tokenizer in a run folder is; a folder without one goes."""
+    """Description of the tokenizer in a run folder; an empty tokenizer folder is removed."""
     place = folder / TOKENIZER_FOLDER
     if not (place / TOKENIZER).exists():
         shutil.rmtree(place)
@@ -201,7 +201,7 @@ def _tokenizer(folder: Path, num_rows: int, note: str) -> str:
     built = build_tokenizer(TokenizerConfig(path=str(place)))
     if built.vocab_size > num_rows:
         raise ConfigError(
-            f"the tokenizer has {built.vocab_size:,} ids, and the model {num_rows:,} rows.",
+            f"the tokenizer has {built.vocab_size:,} ids, but the model has {num_rows:,} rows.",
             where=TOKENIZER,
             fix="give the tokenizer.json of this model",
         )

@@ -1,6 +1,6 @@
 """Logits and token ids of an export, in transformers or PEFT, and here: ``python -m crius.tools.convert.logits``.
 
-A process of its own, for the memory that it takes. It reads a job from stdin and prints what it found, as JSON.
+It runs in a process of its own because of its memory. It reads a job from stdin and prints the results as JSON.
 """
 
 import json
@@ -40,19 +40,19 @@ def compare(
     base: str = "",
     source: str = "",
 ) -> dict[str, Any]:
-    """How far the logits of transformers are from ours, and texts of which its tokenizer makes other ids.
+    """Distance of the logits of transformers from Crius's, and texts that its tokenizer gives other ids.
 
     Args:
-        folder: of the export.
+        folder: folder of the export.
         model: settings of ``[model]`` of the source.
-        tokenizer: of the source.
-        eos_token: of the source, where its tokenizer does not say it.
-        tolerance: share of the largest logit beyond which it is measured, too, what rounding does to this model.
-        base: folder of Hugging Face that the export has adapters of; empty: it is a whole model.
-        source: of the adapters.
+        tokenizer: tokenizer of the source.
+        eos_token: EOS token of the source, if its tokenizer does not name it.
+        tolerance: share of the largest logit; a larger distance is compared with the effect of rounding on this model.
+        base: Hugging Face folder of the base, if the export has adapters; empty: the export is a whole model.
+        source: source of the adapters.
 
     Returns:
-        Facts by name; ``version`` alone where transformers has no such architecture.
+        Facts by name; only ``version`` if transformers has no such architecture.
     """
     version = f"transformers {transformers.__version__}"
     config = json.loads((Path(base or folder) / "config.json").read_bytes())
@@ -83,7 +83,7 @@ def compare(
 
 
 def _sources(folder: Path, model: dict[str, Any], source: str) -> Mapping[str, TensorSource]:
-    """Of adapters what they make of their base, as a run that is started from them has it."""
+    """Tensors of the source; for adapters the base with the adapters applied, as in a run that starts from them."""
     return (
         open_weights(source).tensors if source else hugging_face_tensors(read_safetensors(folder), model, str(folder))
     )

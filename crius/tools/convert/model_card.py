@@ -1,4 +1,4 @@
-"""The README.md of an export: what it is and where it comes from, facts alone."""
+"""The README.md of an export: its content and its origin, only facts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ _SHOWN = (
     *("model.", "tokenizer.", "data.", "training.", "parallelism.", "optimizer.", "lr_scheduler."),
     *("quantize.", "lora.", "stability.", "debug."),
 )
-"""Sections of settings that say how it was trained; others say where files lie."""
+"""Sections of settings about the training; other sections are about paths."""
 
 
 def model_card(
@@ -24,17 +24,17 @@ def model_card(
     """The text of a model card.
 
     Args:
-        lines: of the export, for people.
-        facts: of the source, by name.
-        settings: of the run, by dotted name.
-        files: hashes by name.
-        library: that loads it.
+        lines: report of the export, for people.
+        facts: facts about the source, by name.
+        settings: settings of the run, by dotted name.
+        files: hashes by file name.
+        library: library that loads the export.
     """
     default = flatten(RunConfig())
     own = {key: value for key, value in settings.items() if str(value or "") != str(default.get(key) or "")}
     head = ("---", f"library_name: {library}", "pipeline_tag: text-generation", "---", "", "# Model card", "")
     blocks = {
-        "Written by `crius export`; all that stands here was computed or copied.": lines,
+        "Written by `crius export`; everything here was computed or copied.": lines,
         "Settings of the run that are not the defaults:": [
             f"{key} = {value}" for key, value in own.items() if key.startswith(_SHOWN)
         ],
@@ -50,5 +50,5 @@ def _table(first: str, second: str, rows: Mapping[str, str]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """One line without secrets, which cannot end a block."""
+    """``text`` as one line without secrets that cannot end a block."""
     return ascii(redact(text))[1:-1].replace("`", "'")

@@ -1,4 +1,4 @@
-"""A folder that is written whole or not at all."""
+"""A folder that is written completely or not at all."""
 
 import contextlib
 import shutil
@@ -11,19 +11,19 @@ from crius.errors import CheckpointError, ConfigError
 
 @contextlib.contextmanager
 def new_folder(target: str) -> Iterator[Path]:
-    """A folder beside ``target`` to write into, which becomes ``target`` at the end; an exception removes it.
+    """A folder next to ``target`` to write into, which becomes ``target`` at the end; an exception removes it.
 
     Args:
-        target: not there yet, or an empty folder.
+        target: new, or an empty folder.
 
     Raises:
-        ConfigError: it is taken, or a URL.
-        CheckpointError: the disk does not take it.
+        ConfigError: it exists, or is a URL.
+        CheckpointError: the disk cannot be written.
     """
     place = Path(target).expanduser()
     if "://" in target or (place.exists() and not (place.is_dir() and not any(place.iterdir()))):
-        what = "is a URL" if "://" in target else "is there already"
-        raise ConfigError(f"{target} {what}.", where="command line", fix="name a folder that is not there yet")
+        what = "is a URL" if "://" in target else "already exists"
+        raise ConfigError(f"{target} {what}.", where="command line", fix="give a new folder")
     partial = place.absolute().with_name(f"{place.absolute().name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         partial.mkdir(parents=True)
@@ -34,4 +34,4 @@ def new_folder(target: str) -> Iterator[Path]:
         if not isinstance(error, OSError):
             raise
         what = f"{target} cannot be written: {error.strerror or error}."
-        raise CheckpointError(what, where="command line", fix="make room, or name another folder") from error
+        raise CheckpointError(what, where="command line", fix="make room, or give another folder") from error

@@ -31,27 +31,27 @@ from crius.tools.convert.tokenizer_out import write_tokenizer
 
 _CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
 _ONE_FILE = 1 << 62
-"""PEFT reads one file, of whatever size."""
+"""Bytes of a file: PEFT reads one file of any size."""
 
 
 def export_peft(source: Source, target: str, dtype: str = "") -> Export:
-    """Write the adapters of ``source`` as the folder ``target`` of PEFT.
+    """Write the adapters of ``source`` as the PEFT folder ``target``.
 
     Args:
         source: see ``crius.tools.convert.exporting.open_source``; a LoRA run.
-        target: folder; not there yet, or empty. All of it is written, or nothing.
-        dtype: of the adapters; empty: as they are.
+        target: folder; new or empty. All of it is written, or nothing.
+        dtype: dtype of the adapters; empty: unchanged.
 
     Raises:
-        CriusError: it has no adapters, the target is taken, Hugging Face has no such model, the source is damaged, or
-            what was written is not it: other bits, or other logits.
+        CriusError: the source has no adapters, the target exists, Hugging Face has no such model, the source is
+            damaged, or the written folder differs from it: other bits, or other logits.
     """
     weights, adapters = source.weights, source.weights.adapters
     if adapters is None:
         raise ConfigError(
             f"{weights.origin} has no adapters.",
             where="--format peft",
-            why="its weights were all trained, or come from elsewhere",
+            why="all its weights were trained, or it is not a LoRA run",
             fix="leave out --format",
         )
     own = replace(source, weights=replace(weights, tensors=adapters.tensors, rounds={}))
@@ -70,7 +70,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         files = write_parts(folder, exact, _STEM, most=_ONE_FILE)
         logits = _logits(folder, weights, adapters)
-        if is_rounded:  # what rounding does is no error of the export; what is read back below is as it was rounded
+        if is_rounded:  # rounding is not an error of the export; rounded tensors are read back below
             files = write_parts(folder, parts, _STEM, most=_ONE_FILE)
             logits += f", before the adapters were rounded to {dtype}"
         done = written(
@@ -91,7 +91,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
 
 
 def adapter_config(adapters: Adapters, weights: Weights, modules: Sequence[str]) -> dict[str, Any]:
-    """What PEFT calls the settings of ``adapters``, of ``modules`` by their names there."""
+    """PEFT's settings for ``adapters`` of ``modules``, which have PEFT's names."""
     lora = adapters.lora
     return {
         "peft_type": "LORA",
@@ -111,7 +111,7 @@ def adapter_config(adapters: Adapters, weights: Weights, modules: Sequence[str])
 
 
 def _shortened(modules: Sequence[str], num_layers: int) -> list[str]:
-    """Last parts of the names where every layer has them, else the whole names."""
+    """Last parts of the names if every layer has them, else the whole names."""
     counts: dict[str, int] = {}
     for module in modules:
         last = module.rpartition(".")[2]
@@ -123,16 +123,16 @@ def _logits(folder: Path, weights: Weights, adapters: Adapters) -> str:
     """Compare logits with those of PEFT, in a process of its own.
 
     Raises:
-        CheckpointError: PEFT does not load it, or has others.
+        CheckpointError: PEFT does not load the export, or has other logits.
     """
     if adapters.base.get("kind") != "Hugging Face":
-        return "not compared: PEFT takes a base of Hugging Face, and this one is a checkpoint of Crius"
+        return "not compared: PEFT needs a Hugging Face base, but this base is a Crius checkpoint"
     missing = [REQUIREMENTS[name] for name in ("transformers", "peft") if find_spec(name) is None]
     if missing:
         return f"not compared: {' and '.join(missing)} not installed ({install_line(*missing)})"
-    needed = 9 * weights.facts.num_parameters  # in float32, and one copy more while adapters are added
+    needed = 9 * weights.facts.num_parameters  # in float32, with one more copy while adapters are added
     if needed > (free := free_host_bytes()):
-        return f"not compared: that takes {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} are free"
+        return f"not compared: it takes {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} are free"
     assert weights.saved is not None
     job: Mapping[str, Any] = {
         **job_of(weights),

@@ -19,9 +19,9 @@ _LARGEST = 1 << 22
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """A tokenizer.json with the ids of ``ByteTokenizer``: pairs of bytes without a single merge.
+    """A tokenizer.json with the ids of ``ByteTokenizer``: pairs of bytes without any merge.
 
-    Its alphabet is that of GPT-2, in which each byte is a character that can be printed.
+    Its alphabet is GPT-2's, in which each byte is a printable character.
     """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -41,12 +41,12 @@ def write_tokenizer(folder: Path, weights: Weights, context: int) -> tuple[str, 
     """Write the files of the tokenizer into ``folder``.
 
     Args:
-        folder: of the export.
-        weights: that say which tokenizer.
+        folder: folder of the export.
+        weights: weights, which name the tokenizer.
         context: tokens of the longest context.
 
     Returns:
-        What it is, for people; generation_config.json.
+        Description of the tokenizer for people; generation_config.json.
 
     Raises:
         CriusError: a file of it is damaged, or it has more ids than the model has rows.
@@ -68,7 +68,7 @@ def write_tokenizer(folder: Path, weights: Weights, context: int) -> tuple[str, 
         **({"bos_token": _spelled(spec, built.bos_id)} if built.bos_id is not None else {}),
     }
     config.setdefault("model_max_length", context)
-    config.pop("auto_map", None)  # code of somebody's, which nobody has to load
+    config.pop("auto_map", None)  # a stranger's code, which nobody should load
     _dump(folder / TOKENIZER_CONFIG, config)
     named = config.get("eos_token")
     end = _ids(spec).get(named.get("content") if isinstance(named, dict) else named)
@@ -83,26 +83,26 @@ def write_tokenizer(folder: Path, weights: Weights, context: int) -> tuple[str, 
 
 
 def _copy(folder: Path, path: str) -> dict[str, dict[str, Any]]:
-    """Copy what is copied as it is; returns what the JSON files say that are written anew."""
+    """Copy unchanged files; returns the contents of the JSON files that are written again."""
     if path == "byte":
         _dump(folder / TOKENIZER, byte_tokenizer())
         return {}
     place = Path(path).expanduser()
     beside = place if place.is_dir() else place.parent
-    file = tokenizer_file(path)  # elsewhere, if it is a conversion
+    file = tokenizer_file(path)  # in another folder, if it was converted
     anew = {}
     for name in TOKENIZER_FILES:
         source = file.parent if name == TOKENIZER_CONFIG else beside
         if name in (GENERATION, TOKENIZER_CONFIG) and (source / name).exists():
             anew[name] = json_object(read_inside(source, name, _LARGEST), f"{source}/{name}")
-        elif (source / name).exists() and name not in (TOKENIZER, CONFIG):  # the export writes config.json anew
+        elif (source / name).exists() and name not in (TOKENIZER, CONFIG):  # the export writes config.json again
             copy_file(source, name, folder / name)
     copy_file(file.parent, file.name, folder / TOKENIZER)
     return anew
 
 
 def _ids(spec: Mapping[str, Any]) -> dict[Any, int]:
-    """Ids of the tokens of a tokenizer.json that was built already."""
+    """Ids of the tokens of a tokenizer.json that was already built."""
     model = spec["model"].get("vocab", {})
     vocab = model if isinstance(model, dict) else {row[0]: number for number, row in enumerate(model)}
     return vocab | {added["content"]: added["id"] for added in spec.get("added_tokens") or ()}

@@ -1,7 +1,7 @@
-"""What ``torch.save`` writes, a zip archive with one pickle and the numbers of its tensors, read without torch.
+"""Files of ``torch.save`` (a zip archive with one pickle and the numbers of its tensors), read without torch.
 
-``torch.load(weights_only=True)`` does not execute what it loads either, but it looks at no checksum, and calls such as
-``bytearray(10**11)`` are on its list of harmless ones.
+``torch.load(weights_only=True)`` does not execute code either, but it checks no checksum, and its list of harmless
+calls includes some like ``bytearray(10**11)``.
 """
 
 import io
@@ -20,7 +20,7 @@ from crius.checkpoint.manifest import TORCH_NAMES
 from crius.interop.foreign import ITEMSIZE, Shape, check_shape
 from crius.interop.unpickle import Name, Record, Reference, read_pickle, refusal
 
-OTHER_DTYPES = (  # a Crius checkpoint cannot hold them; they are known by name
+OTHER_DTYPES = (  # a Crius checkpoint cannot have them; only their names are known
     *("uint16", "uint32", "uint64", "complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     *("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "quint8", "qint8", "qint32"),
 )
@@ -38,7 +38,7 @@ NAMES = frozenset(
         *("torch.storage UntypedStorage", "collections OrderedDict", _V2, _V3, _PARAMETER),
     ]
 )
-"""What the pickle in an entry may name."""
+"""Names that the pickle in an entry may have."""
 
 MAX_PICKLE = 1 << 26
 _ZIP = b"PK\x03\x04"
@@ -50,12 +50,12 @@ _ZIP_ERRORS = (
 
 
 class _Window(io.RawIOBase):
-    """A stretch of a file as a file, for reading.
+    """A range of a file as a file, for reading.
 
     Args:
-        file: the whole.
-        begin: first byte.
-        length: bytes.
+        file: the whole file.
+        begin: first byte of the range.
+        length: bytes of the range.
     """
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
@@ -73,7 +73,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if start + offset < 0:
-            raise ValueError("before the begin of the entry")
+            raise ValueError("before the start of the entry")
         self._at = start + offset
         return self._at
 
@@ -90,11 +90,11 @@ class StoredTensor:
     """A tensor as the pickle describes it, checked against the archive.
 
     Attributes:
-        dtype: as safetensors files name it.
+        dtype: name of the dtype in safetensors files.
         shape: sizes of the dims.
-        strides: numbers from one to the next, for each dim.
-        start: first number in the storage.
-        member: the archive's file with the storage.
+        strides: step in numbers along each dim.
+        start: index of its first number in the storage.
+        member: file of the archive with the storage.
     """
 
     dtype: str
@@ -105,16 +105,16 @@ class StoredTensor:
 
 
 class Archive:
-    """One archive, all of whose small members are checked.
+    """One archive; its small members are all checked.
 
     Args:
-        file: with the archive in it.
-        begin: where it begins.
-        length: bytes.
-        where: for messages.
+        file: file with the archive in it.
+        begin: start of the archive.
+        length: bytes of the archive.
+        where: place, for messages.
 
     Raises:
-        CheckpointError: it is damaged, or nothing that ``torch.save`` writes.
+        CheckpointError: it is damaged, or ``torch.save`` did not write it.
     """
 
     def __init__(self, file: BinaryIO, begin: int, length: int, where: str) -> None:
@@ -122,7 +122,7 @@ class Archive:
         with self._refusing():
             window = _Window(file, begin, length)
             if window.read(4) != _ZIP:
-                raise ValueError("it is no zip archive; torch.save has written those since torch 1.6")
+                raise ValueError("it is not a zip archive, which torch.save writes since torch 1.6")
             self._zip = zipfile.ZipFile(window)
             self._members = self._checked_members(length)
             pickle = self._read("data.pkl", MAX_PICKLE)
@@ -142,7 +142,7 @@ class Archive:
             raise refusal(self._where, f"its archive is damaged or hostile: {said}") from None
 
     def _checked_members(self, length: int) -> dict[str, zipfile.ZipInfo]:
-        """The members by their names below the archive's own folder."""
+        """The members by their names in the archive's own folder."""
         found: dict[str, zipfile.ZipInfo] = {}
         for info in self._zip.infolist():
             folder, _, name = info.filename.partition("/")
@@ -152,7 +152,7 @@ class Archive:
                 raise ValueError(f"the member {name[:100]!r} is compressed or encrypted")
             found[name] = info
         if "data.pkl" not in found or sum(info.file_size for info in found.values()) > length:
-            raise ValueError("it lacks data.pkl, or its members are longer than itself")
+            raise ValueError("it lacks data.pkl, or its members are longer than the archive")
         return found
 
     def _read(self, name: str, limit: int) -> bytes:
@@ -162,10 +162,10 @@ class Archive:
         return self._zip.read(self._members[name])
 
     def tensor(self) -> StoredTensor:
-        """The tensor that the archive holds.
+        """The tensor in the archive.
 
         Raises:
-            CheckpointError: it holds something else, or one that its storage does not fit.
+            CheckpointError: the archive has something else, or a tensor that its storage does not fit.
         """
         with self._refusing():
             return self._tensor(self.content)
@@ -174,7 +174,7 @@ class Archive:
         if isinstance(record, Record) and record.name == _PARAMETER and record.args:
             record = record.args[0]
         if not isinstance(record, Record) or record.name not in (_V2, _V3) or len(record.args) < 6:
-            raise ValueError("it holds no plain tensor")
+            raise ValueError("it is not a plain tensor")
         storage, start, shape, strides = record.args[:4]
         storage_type, member, numel = _storage(storage)
         if record.name == _V3:
@@ -192,14 +192,14 @@ class Archive:
             raise ValueError(f"its tensor {list(shape)} is larger than its storage")
         last = start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if math.prod(shape) and last >= capacity:
-            raise ValueError("its tensor reaches out of its storage")
+            raise ValueError("its tensor extends beyond its storage")
         return StoredTensor(dtype, shape, strides, start, member)
 
     def read(self, tensor: StoredTensor) -> memoryview:
         """The bytes of ``self.tensor()`` in C order. Reads the whole storage, and so compares its checksum.
 
         Raises:
-            CheckpointError: the checksum is another one.
+            CheckpointError: the checksum differs.
         """
         info, itemsize = self._members[tensor.member], ITEMSIZE[tensor.dtype]
         data = bytearray(info.file_size)
@@ -217,14 +217,14 @@ class Archive:
         return memoryview(gathered.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # see TensorSource.read
 
     def value(self) -> Any:
-        """What the archive holds, where that is text, a number, a flag or None.
+        """The value in the archive, if it is text, a number, a flag or None.
 
         Raises:
             CheckpointError: it is something else.
         """
         if self.content is None or isinstance(self.content, (str, int, float)):
             return self.content
-        raise refusal(self._where, f"it holds a {type(self.content).__name__} where a number belongs")
+        raise refusal(self._where, f"it has a {type(self.content).__name__} instead of a number")
 
 
 def _storage(storage: Any) -> tuple[str, str, int]:

@@ -1,1 +1,1 @@
-"""Whether each sample was trained on exactly once."""
+"""Audit of a run: each sample was trained on exactly once."""

@@ -1,6 +1,8 @@
-"""``crius data audit``: was each sample trained on exactly once, over all attempts of a run and their numbers of ranks?
+"""``crius data audit``: checks that each sample was trained on exactly once, over all attempts of a run and their
+numbers of ranks.
 
-The logs are those of ``sample_log``. An attempt that starts after step s takes back what earlier ones did beyond s.
+The logs are those of ``sample_log``. An attempt that starts after step s repeats the steps after s; the audit counts
+them as ``redone``.
 """
 
 import json
@@ -19,22 +21,22 @@ from crius.errors import ConfigError, DataError
 
 Ints = npt.NDArray[np.int64]
 
-_CHUNK = 1 << 22  # samples that are looked at together
-_MOST_SAMPLES = 1 << 24  # of a rank in a step; more is no log of ours
-_MOST_RANKS = 1 << 16  # of which those that are missing are named
+_CHUNK = 1 << 22  # samples that are checked together
+_MOST_SAMPLES = 1 << 24  # of a rank in a step; a log with more is not Crius's
+_MOST_RANKS = 1 << 16  # so that missing ranks can be named
 _MOST_NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedAttempt:
-    """What an attempt logged, and what counts of it.
+    """Log of an attempt, and the part of it that counts.
 
     Attributes:
-        attempt: its number.
-        after: the step it started after.
+        attempt: number of the attempt.
+        after: step that it started after.
         ranks: data-parallel ranks.
-        last: the last step that counts; ``after`` where none does.
-        redone: steps that were logged and that a later attempt did again.
+        last: last step that counts; ``after`` if no step counts.
+        redone: logged steps that a later attempt repeated.
     """
 
     attempt: int
@@ -46,18 +48,18 @@ class AuditedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The result.
+    """Result of an audit.
 
     Attributes:
-        steps: that count, over all attempts.
+        steps: steps that count, over all attempts.
         last_step: number of the last of them.
-        first_sample, end_sample: the samples that they should have had, up to and without ``end_sample``.
-        epoch_samples: sequences in an epoch; 0 where that is not known.
-        attempts: in order.
-        repeated: samples more than once each, counted as often as they were too many.
+        first_sample, end_sample: samples that these steps should have had, up to and without ``end_sample``.
+        epoch_samples: sequences in an epoch; 0 if not known.
+        attempts: attempts in order.
+        repeated: repeated samples; each counts as often as it was trained on too many times.
         skipped: samples that are missing.
-        problems: what is wrong, named: at most so many of a kind.
-        notes: what to know besides.
+        problems: descriptions of the errors, with a limit per kind.
+        notes: further facts.
     """
 
     steps: int
@@ -73,7 +75,7 @@ class Audit:
 
     @property
     def epochs_crossed(self) -> int | None:
-        """Ends of epochs between the first and the last sample; None where that is not known."""
+        """Ends of epochs between the first and the last sample; None if not known."""
         if not self.epoch_samples:
             return None
         last = max(self.first_sample, self.end_sample - 1)
@@ -106,11 +108,11 @@ class Audit:
 
 @dataclass
 class RankLog:
-    """A file: by attempt its start, and ``(step, first sample, end, stride)`` of each range, flat.
+    """A log file: for each attempt its start, and ``(step, first sample, end, stride)`` of each range, flat.
 
     Attributes:
-        starts: by attempt.
-        ranges: by attempt.
+        starts: starts by attempt.
+        ranges: ranges by attempt.
         torn: lines that cannot be read.
     """
 
@@ -121,7 +123,7 @@ class RankLog:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The ranges that count of an attempt: arrays ``(n,)``, sorted by step, and the rank that each is of."""
+    """The ranges of an attempt that count: arrays ``(n,)``, sorted by step, and the rank of each."""
 
     attempt: int
     step: Ints
@@ -132,10 +134,10 @@ class _Kept:
 
 
 def audit(run_dir: Path) -> Audit:
-    """Look through the sample logs of a run.
+    """Check the sample logs of a run.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no logs.
         DataError: they cannot be read.
     """
     logs = read_logs(run_dir)
@@ -165,7 +167,7 @@ def audit(run_dir: Path) -> Audit:
     problems += _named(repeated, "repeated", kept) + _named(skipped, "skipped", kept)
     notes = [line for rank in sorted(logs) for line in logs[rank].torn]
     notes += [
-        f"attempt {b.attempt} read other data than attempt {a.attempt}: its samples are others under the same numbers"
+        f"attempt {b.attempt} read other data than attempt {a.attempt}: the same numbers are other samples"
         for a, b in zip(attempts, attempts[1:], strict=False)
         if a.source != b.source
     ]
@@ -184,22 +186,22 @@ def audit(run_dir: Path) -> Audit:
 
 
 def _expected(start: Attempt, found: AuditedAttempt) -> int:
-    """Samples that the steps of an attempt that count should have had."""
+    """Number of samples that the counted steps of an attempt should have had."""
     number = start.batch * (found.last - found.after)
     return min(number, max(0, start.end - start.sample)) if start.end else number
 
 
 def read_logs(run_dir: Path) -> dict[int, RankLog]:
-    """The logs by rank; rank 0, which every attempt has, is there.
+    """The logs by rank; rank 0 is always there, as every attempt has it.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no logs.
         DataError: they cannot be read.
     """
     first = samples_path(run_dir, 0)
     if not first.exists():
         raise ConfigError(
-            f"{run_dir} has no log of samples.",
+            f"{run_dir} has no sample log.",
             where="command line",
             why=f"a run with checkpoints writes {first.relative_to(run_dir)} from its first step on",
             fix="give the folder of a run, such as runs/llama3_debug-20261121-120000",
@@ -209,7 +211,7 @@ def read_logs(run_dir: Path) -> dict[int, RankLog]:
 
 
 def samples_of(logs: dict[int, RankLog], attempt: int, step: int) -> list[int]:
-    """What all ranks trained on in a step of an attempt, ascending; empty where none logged it."""
+    """Samples of all ranks in a step of an attempt, ascending; empty if no rank logged it."""
     found = set[int]()
     for log in logs.values():
         for number, *span in np.frombuffer(log.ranges.get(attempt, array("q")), dtype=np.int64).reshape(-1, 4).tolist():
@@ -223,14 +225,14 @@ def _read(path: Path) -> RankLog:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not _take(log, line) and line.strip():
-                    log.torn.append(f"{path}:{number} cannot be read and does not count")
+                    log.torn.append(f"{path}:{number} cannot be read and is not counted")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", where=str(path)) from error
     return log
 
 
 def _take(log: RankLog, line: bytes) -> bool:
-    """Add ``line`` to ``log``; False where it is not one of a sample log."""
+    """Add ``line`` to ``log``; False if it is not a line of a sample log."""
     try:
         record = json.loads(line)
         if "ids" not in record:
@@ -245,7 +247,7 @@ def _take(log: RankLog, line: bytes) -> bool:
             if not (0 <= first < end < 1 << 62 and 0 < stride and (end - first) // stride <= _MOST_SAMPLES):
                 return False
             flat.extend((record["step"], first, end, stride))
-        if not record["ids"]:  # padding alone: the rank was there
+        if not record["ids"]:  # only padding, but the rank took part
             flat.extend((record["step"], 0, 0, 1))
         log.ranges.setdefault(record["attempt"], array("q")).extend(flat)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
@@ -254,7 +256,7 @@ def _take(log: RankLog, line: bytes) -> bool:
 
 
 def _gather(start: Attempt, logs: dict[int, RankLog]) -> Ints:
-    """What all ranks of an attempt logged, sorted by step: the columns of ``_Kept``."""
+    """Logs of all ranks of an attempt, sorted by step: the columns of ``_Kept``."""
     parts = []
     for rank, log in logs.items():
         if start.attempt in log.ranges:
@@ -265,13 +267,13 @@ def _gather(start: Attempt, logs: dict[int, RankLog]) -> Ints:
 
 
 def _complete_steps(start: Attempt, steps: Ints, ranks: Ints, limit: int | None) -> tuple[int, list[str]]:
-    """The last step that counts, and which steps up to it have ranks that logged nothing.
+    """The last step that counts, and the steps up to it that some ranks did not log.
 
     Args:
-        start: the attempt.
-        steps, ranks: of each range that it logged.
-        limit: the earliest step that a later attempt started after; None if there was none. Then the last step that
-            all ranks logged is the last one: the processes may have been killed before some of them could log more.
+        start: start of the attempt.
+        steps, ranks: step and rank of each logged range.
+        limit: earliest step that a later attempt started after; None if there was none. Then the last step that all
+            ranks logged is the last one: the processes may have been killed before all could log more.
     """
     pairs = np.unique(np.column_stack((steps, ranks)), axis=0)
     logged, counts = np.unique(pairs[:, 0], return_counts=True)
@@ -300,11 +302,11 @@ def _complete_steps(start: Attempt, steps: Ints, ranks: Ints, limit: int | None)
 
 
 Span = tuple[int, int, int]
-"""First sample, end, and how many times too many they are; -1 where they are missing."""
+"""First sample, end, and number of times too many; -1 for missing samples."""
 
 
 def _coverage(kept: list[_Kept], first: int, end: int) -> tuple[int, list[Span], list[Span]]:
-    """The end of what there should be, and the spans of samples that were repeated and skipped."""
+    """The end of the expected samples, and the spans of samples that were repeated or skipped."""
     starts, stops = [np.array([], dtype=np.int64)], [np.array([], dtype=np.int64)]
     for attempt in kept:
         for ids in _ids(attempt):
@@ -337,7 +339,7 @@ def _ids(kept: _Kept) -> Iterator[Ints]:
 
 
 def _named(spans: list[Span], what: str, kept: list[_Kept]) -> list[str]:
-    """Lines that say which samples are repeated or skipped, and in or near which steps."""
+    """Lines that name repeated or skipped samples, with their steps or the nearest steps."""
     lines = []
     for first, end, _ in spans[:_MOST_NAMED]:
         samples = f"sample {first:,}" if end == first + 1 else f"samples {first:,} to {end - 1:,}"
@@ -352,7 +354,7 @@ def _named(spans: list[Span], what: str, kept: list[_Kept]) -> list[str]:
 
 
 def _users(sample: int, kept: list[_Kept]) -> list[str]:
-    """Who trained on ``sample``."""
+    """Steps, attempts and ranks that trained on ``sample``."""
     found = []
     for one in kept:
         is_in = (one.first <= sample) & (sample < one.end) & ((sample - one.first) % one.stride == 0)

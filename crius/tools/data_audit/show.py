@@ -1,4 +1,4 @@
-"""``crius data show``: the sequences that a run trains on, or trained on in a step."""
+"""``crius data show``: prints the sequences that a run trains on, or trained on in a step."""
 
 import json
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ def show(
 
     Args:
         config: the run, resolved.
-        data_parallel_ranks: of it.
-        run_dir: its folder, whose log says what a step trained on; None: the run is not yet.
+        data_parallel_ranks: data-parallel ranks of the run.
+        run_dir: its folder, whose log has the samples of each step; None: the run has not started.
         samples: sample ids.
-        step: whose samples are shown too; 0: none.
+        step: step whose samples are shown too; 0: none.
 
     Raises:
         ConfigError: there is no such step or sample.
-        DataError: the data is not that of the run any more, or cannot be read.
+        DataError: the data of the run has changed, or cannot be read.
     """
     config, corpus = open_run_data(config, data_parallel_ranks)
     end = end_sample(config, corpus)
@@ -48,26 +48,26 @@ def show(
 
 
 def _logged(run_dir: Path, step: int) -> tuple[Attempt, list[int]] | None:
-    """The attempt whose step counts, and its samples; None where the run wrote no log."""
+    """The attempt whose step counts, and its samples; None if the run wrote no log."""
     if not samples_path(run_dir, 0).exists():
         return None
     logs = read_logs(run_dir)
     starts = sorted(logs[0].starts.values(), key=lambda start: start.attempt)
-    # an attempt that starts after step s takes back what earlier ones did beyond s
+    # an attempt that starts after step s repeats the later steps of earlier attempts
     owner = next((start for start in reversed(starts) if start.after < step), None)
     found = samples_of(logs, owner.attempt, step) if owner else []
     if owner is None or not found:
         raise ConfigError(
-            f"step {step} is not in the log of samples.",
+            f"step {step} is not in the sample log.",
             where=f"--step, {samples_path(run_dir, 0)}",
-            why="the run has not done it, or was taken back to an earlier one",
-            fix="crius data audit RUN says which steps there are; --sample I shows any sample",
+            why="the run has not reached it, or resumed from an earlier one",
+            fix="crius data audit RUN shows the steps of the log; --sample I shows any sample",
         )
     return owner, found
 
 
 def _planned(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None, step: int, end: int) -> range:
-    """The samples of a step of a run without a log: it did, or will do, one step after the other from sample 0."""
+    """The samples of a step of a run without a log, which reads one step after the other from sample 0."""
     if step < 1 or step > config.training.steps:
         raise ConfigError(f"there is no step {step}.", where="--step", why=f"the run has {config.training.steps} steps")
     size = run_batch_sizes(config, data_parallel_ranks).total
@@ -77,7 +77,7 @@ def _planned(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None, 
 
 
 def _batch_of_metrics(run_dir: Path, seq_len: int) -> int:
-    """Sequences of a step, from the tokens of the first record in metrics.jsonl; 0 where there is none."""
+    """Sequences per step, from the tokens of the first record in metrics.jsonl; 0 without a record."""
     try:
         with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
             record: dict[str, Any] = json.loads(next(line for line in file if '"tokens"' in line))
@@ -87,21 +87,21 @@ def _batch_of_metrics(run_dir: Path, seq_len: int) -> int:
 
 
 def _check_same_data(corpus: Corpus, run_dir: Path | None, attempt: Attempt | None) -> None:
-    """Refuse data under which the sample ids of the run stand for other sequences."""
+    """Refuse data in which the run's sample ids mean other sequences."""
     if run_dir is not None and attempt is None and samples_path(run_dir, 0).exists():
         starts = read_logs(run_dir)[0].starts
         attempt = starts[max(starts)] if starts else None
     if attempt and attempt.source != source_digest(corpus.train.identity):
         raise DataError(
-            f"attempt {attempt.attempt} of the run read other data: its samples are others under the same numbers.",
+            f"attempt {attempt.attempt} of the run read other data: the same numbers are other samples.",
             where=str(samples_path(run_dir, 0)) if run_dir else "",
-            why="files, tokenizer, seed or settings of the data were others; run.toml has those of the newest attempt",
-            fix="bring back the files as they were",
+            why="files, tokenizer, seed or settings of the data have changed; run.toml has those of the newest attempt",
+            fix="restore the files",
         )
 
 
 def _from_stream(corpus: Corpus, samples: Sequence[int]) -> dict[int, list[ShownDocument]]:
-    """Of a stream, which is read from its start: the samples of a shard come in order."""
+    """Documents of a stream, which is read from its start: the samples of a shard come in order."""
     source, found = corpus.train, dict[int, list[ShownDocument]]()
     for shard in sorted({sample % source.num_shards for sample in samples}):
         wanted = {sample for sample in samples if sample % source.num_shards == shard}

@@ -1,7 +1,8 @@
-"""A model of many equal blocks from two of a few: all that a step does is linear in the number of blocks.
+"""Values of a model with many equal blocks from two models with few: all values of a step are linear in the number of
+blocks.
 
-So is it in the number of microbatches that are accumulated. Peaks are taken apart by block and microbatch, counted from
-either end (``recorder.places``), because only their places are linear, not the largest of them.
+They are also linear in the number of accumulated microbatches. Peaks are taken apart by block and microbatch, counted
+from either end (``recorder.places``), because only the peaks at each place are linear, not the largest of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +13,15 @@ from crius.models.description import ModelDescription
 from crius.tools.dry_run.memory import Values
 
 FEW = (3, 4)
-"""Numbers that are measured: in 3 blocks the first two and the last two have all neighbours that they have in more."""
+"""Numbers of blocks that are measured: with 3 blocks, the first two and the last two have all neighbours that they have
+with more."""
 
 Measure = Callable[[Sequence[str], int], Values]
-"""Of the modules to keep and the microbatches to accumulate."""
+"""Measurement of the modules to keep and the microbatches to accumulate."""
 
 
 def along(few: Values, more: Values, count: int) -> Values:
-    """What ``few`` and ``more``, of ``FEW`` blocks or microbatches, say of ``count``."""
+    """Values for ``count`` blocks or microbatches from ``few`` and ``more``, the values for ``FEW`` of them."""
     steps = count - FEW[0]
     return {
         key: few.get(key, 0) + steps * (more.get(key, 0) - few.get(key, 0))
@@ -35,24 +37,24 @@ def first_blocks(names: Sequence[str], count: int) -> list[str]:
 
 
 def blocks_are_alike(config: RunConfig, model: ModelDescription) -> bool:
-    """Whether every block does the same; not where activation checkpointing takes every n-th, or some have experts."""
+    """Whether every block does the same work: recomputation treats all alike, and none or all have experts."""
     checkpoint = config.activation_checkpoint
     takes_some = checkpoint.mode == "selective" and isinstance(checkpoint.selective_option, int)
     return not takes_some and len(model.layers) == 1
 
 
 class Extrapolation:
-    """Measures what is small and extrapolates what is not; says which.
+    """Measures small models and extrapolates to larger ones; records which.
 
     Args:
-        measure: the measurement; what it gave is kept.
+        measure: the measurement; its results are kept.
         config: the run.
-        model: of it.
+        model: model of the run.
         full: measure everything.
 
     Attributes:
         blocks: numbers of blocks that were extrapolated to.
-        microbatches: numbers of microbatches that were.
+        microbatches: numbers of microbatches that were extrapolated to.
     """
 
     def __init__(self, measure: Measure, config: RunConfig, model: ModelDescription, *, full: bool = False) -> None:
@@ -84,6 +86,6 @@ class Extrapolation:
             if not any(known[0] == key[0] for known in self._known):
                 self._measure(
                     first_blocks(names, 1), 1
-                )  # DTensor tries operators that it does not know on whole tensors
+                )  # DTensor runs operators that it does not know on whole tensors
             self._known[key] = self._measure(names, num_microbatches)
         return self._known[key]

@@ -31,11 +31,11 @@ STAGE_MICROBATCHES = 3
 
 @dataclass(frozen=True)
 class DryJob(Job):
-    """What every measurement of a dry run shares: the run, and how the device that is stood in for would compute it.
+    """Common facts of all measurements of a dry run: the run, and how the simulated device would compute it.
 
     Attributes:
         precision: how linear layers would be converted.
-        imbalance: rows that the experts of this rank get, over the mean of the ranks that share them.
+        imbalance: rows for the experts of this rank, divided by the mean of the ranks that share them.
     """
 
     precision: LowPrecision | None
@@ -43,7 +43,7 @@ class DryJob(Job):
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """Of the device that is stood in for."""
+        """Type of the simulated device."""
         return "cpu" if self.config.training.device == "cpu" else "cuda"
 
 
@@ -65,7 +65,7 @@ class _Bench:
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: Batch, runner: Runner) -> Values:
-        """What is recorded in a step of ``runner``, with the update as the guard of the real run makes it."""
+        """Records of a step of ``runner``, with the update as the guard of the real run makes it."""
         self.recorder.phase("begin")
         layout, max_norm = self.job.mesh.layout, self.job.config.training.max_norm
         train_step(1, batch, runner, self.gradients, self.job.ranks, layout, max_norm)
@@ -109,7 +109,7 @@ def _bench(job: DryJob, names: Sequence[str], groups: dict[str, str], *, fake: b
         plan = job.facts.plan
         optimizer = build_optimizer(parameters, plan, run_optimizer(job), seed=job.config.debug.seed)
         _fill_state(optimizer, parameters)
-        keep_scales(job, [model])  # as the step before left them, whose collective it is
+        keep_scales(job, [model])  # as the step before leaves them; the collective belongs to it
         recorder.collectives.clear()
         state = (item for held in optimizer.state.values() for item in held.values() if isinstance(item, Tensor))
         recorder.timeline.mark(map(local_tensor, state), "optimizer")
@@ -118,7 +118,7 @@ def _bench(job: DryJob, names: Sequence[str], groups: dict[str, str], *, fake: b
 
 
 def _fill_state(optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Have the optimizer make its state, which it does in its first step: the second is like all others."""
+    """Make the optimizer create its state, which it does in its first step; the second step is like all others."""
     for _, parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -126,7 +126,7 @@ def _fill_state(optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[str
 
 
 def _batch(job: Job, rows: int, recorder: Recorder) -> Batch:
-    """A batch of as many documents as one may have whose attention goes by them."""
+    """A batch with the most documents that attention by documents allows."""
     tokens, labels, positions = (torch.zeros((rows, job.num_tokens), dtype=torch.int64) for _ in range(3))
     recorder.timeline.mark((tokens, labels, positions), "buffers")
     most = most_documents(job.config)
@@ -173,14 +173,14 @@ class _WatchedAccumulation(Accumulation):
 def measure_whole(
     job: DryJob, names: Sequence[str], num_microbatches: int, groups: dict[str, str], *, fake: bool = True
 ) -> Values:
-    """One ``train_step`` and update of the modules ``names``, the whole model or some of its blocks left out.
+    """One ``train_step`` and update of the modules ``names``: the whole model, or the model without some of its blocks.
 
     Args:
         job: the run.
         names: modules to keep.
-        num_microbatches: to accumulate over.
+        num_microbatches: microbatches to accumulate over.
         groups: name of each process group to its axis.
-        fake: on fake tensors; False takes real ones, with real collectives.
+        fake: whether to use fake tensors; False uses real ones, with real collectives.
     """
     with _bench(job, names, groups, fake=fake) as bench:
         batch = _batch(job, num_microbatches * job.sizes.local, bench.recorder)
@@ -199,7 +199,7 @@ class _StageRunner:
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
         """See ``crius.train.step.Runner``."""
         parts = list(batch.microbatches(self._job.sizes.local))
-        self._stage.has_backward = True  # as a schedule says; torch 2.15 asks for it, and for the next
+        self._stage.has_backward = True  # as a schedule sets it; torch 2.15 needs it, and the next line
         finalize: Any = getattr(self._stage.submod, "set_manual_backward_finalization", None)
         if finalize:
             finalize(True)
@@ -219,7 +219,7 @@ class _StageRunner:
             timeline.mark([source], "buffers")
         self._recorder.phase("forward", number, count)
         batch = {"positions_BT": part.positions_BT, "labels_BT": part.labels_BT, "ends_BM": part.ends_BM}
-        output = stage.forward_maybe_with_nosync(source, **batch)  # kept, as the schedules do
+        output = stage.forward_maybe_with_nosync(source, **batch)  # kept, as in the schedules
         final = output / valid_tokens if stage.is_last else (output,)
         received = None if stage.is_last else (torch.empty_like(output),)
         timeline.mark(received or (), "buffers")
@@ -241,16 +241,16 @@ def measure_stage(
 ) -> Values:
     """A ``train_step`` of three microbatches and update of one stage of a pipeline, as PyTorch's schedules make them.
 
-    The first microbatch gathers the weights, which then stay, and makes gradients; in the second FSDP may begin to sum
-    them in another dtype; the third stands for all others.
+    The first microbatch gathers the weights, which then stay, and creates gradients; in the second FSDP may begin to
+    sum them in another dtype; the third stands for all others.
 
     Args:
         job: the run.
         names: modules of the stage.
-        index: the stage.
-        num_stages: of the pipeline.
+        index: index of the stage.
+        num_stages: stages of the pipeline.
         groups: name of each process group to its axis.
-        splits: the backward is split: phases ``input`` and ``weight`` instead of ``backward``.
+        splits: whether the backward is split into the phases ``input`` and ``weight``.
     """
     assert job.mesh.pp is not None
     with _bench(job, names, groups) as bench:
@@ -261,5 +261,5 @@ def measure_stage(
 
 
 def hidden_shape(job: Job) -> tuple[int, int, int]:
-    """What a stage receives: ``(B, T / (cp * tp), D)``."""
+    """Shape of a stage's input: ``(B, T / (cp * tp), D)``."""
     return job.sizes.local, job.num_tokens // job.mesh.layout.tp, job.facts.dim

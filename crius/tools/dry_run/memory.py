@@ -1,10 +1,10 @@
-"""What lives when: each storage of a step with the moments of its birth and of its death, and what it is for.
+"""Lifetimes: each storage of a step with the moments of its birth and death, and its purpose.
 
-Kinds. ``parameters``, ``optimizer`` (its state) and ``buffers`` (the batch, what a pipeline receives into) are marked
-where they are made. ``gathered``: whatever was resized, which is how FSDP keeps and frees whole weights.
-``activations``: born in the forward of a microbatch and alive at its end, and what a split backward keeps between its
-halves. ``gradients``: born in a backward and alive at its end, whether sharded or, where they are reduced later, whole.
-``temporaries``: all else, the copies in and out of collectives among them.
+Kinds. ``parameters``, ``optimizer`` (its state) and ``buffers`` (the batch, and what a pipeline receives into) are
+marked where they are created. ``gathered``: storages that were resized, which is how FSDP keeps and frees whole
+weights. ``activations``: born in the forward of a microbatch and alive at its end, and kept between the halves of a
+split backward. ``gradients``: born in a backward and alive at its end, sharded, or whole if they are reduced later.
+``temporaries``: all others, with the copies in and out of collectives.
 """
 
 import functools
@@ -32,12 +32,12 @@ Values = dict[tuple[str, ...], int]
 
 
 def kinds_of(values: Values, *key: str) -> Bytes:
-    """The bytes by kind below ``key``."""
+    """The bytes by kind under ``key``."""
     return Counter({kind: values.get((*key, kind), 0) for kind in KINDS})
 
 
 class _Storage:
-    """One storage, whatever sizes it takes; ``kind`` is empty until it is known."""
+    """One storage, with any sizes over time; ``kind`` is empty until it is known."""
 
     __slots__ = ("kind", "last", "reference")
 
@@ -66,7 +66,7 @@ class Timeline:
         self._storages: dict[int, _Storage] = {}
 
     def see(self, tensor: Tensor) -> None:
-        """Note the storage of ``tensor``, if it is new."""
+        """Record the storage of ``tensor``, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -76,13 +76,13 @@ class Timeline:
             self._begin(new, storage.nbytes())
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what ``tensors`` are for."""
+        """Set the kind of ``tensors``."""
         for tensor in tensors:
             self.see(tensor)
             self._storages[tensor.untyped_storage()._cdata].kind = kind
 
     def mark_living(self, kind: str, since: int, over: str = "") -> None:
-        """Say what everything is for that was born at ``since`` or later, lives, and has no kind yet, or ``over``."""
+        """Set the kind of all live storages born at ``since`` or later that have no kind yet, or the kind ``over``."""
         for storage in self._storages.values():
             if storage.kind in ("", over) and storage.last.born >= since:
                 storage.kind = kind
@@ -92,8 +92,8 @@ class Timeline:
         self._segments.append((label, self.now))
 
     def peaks(self) -> Iterator[tuple[tuple[str, ...], Bytes, Bytes]]:
-        """For each segment its label, what lived when it began, and what lived when most bytes did."""
-        now, lives = self.now, list(self._lives)  # a thread that sends may let a storage go meanwhile
+        """For each segment its label, the live bytes when it began, and the live bytes at its peak."""
+        now, lives = self.now, list(self._lives)  # a thread that sends may free a storage meanwhile
         events: list[tuple[int, str]] = [(0, "temporaries")] * now
         for life in lives:
             kind = life.storage.kind or "temporaries"

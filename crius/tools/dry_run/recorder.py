@@ -1,8 +1,8 @@
-"""One dispatch mode that sees every operator of a step, and the phases and blocks of the model that it belongs to.
+"""One dispatch mode that sees every operator of a step, with the phase and the block of the model that it belongs to.
 
-FLOPs are those of the multiplications that run, recomputed ones too, counted as in the model's own ``flops_per_token``:
-a causal query sees the keys up to its own, and the backward of attention is twice its forward, although the kernels
-compute the scores again. Element-wise operators do not count.
+FLOPs are those of the multiplications that run, with recomputed ones, counted as in the model's own
+``flops_per_token``: a causal query sees the keys up to its own, and the backward of attention is twice its forward,
+although the kernels compute the scores again. Element-wise operators do not count.
 """
 
 import functools
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from crius.tools.dry_run.memory import Bytes, Timeline
 
-_SHAPE_QUESTION = "_propagate_tensor_meta_non_cached"  # the part of it that a cache does not answer
+_SHAPE_QUESTION = "_propagate_tensor_meta_non_cached"  # the uncached part
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 _ATTENTION, _VARLEN = "_scaled_dot_product_", "torch_attn::_varlen_attn"
@@ -33,17 +33,17 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broa
 Formula = Callable[[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any], Any], int]
 
 ENDS = 2
-"""Blocks, and microbatches, at either end that have a name of their own: FSDP works one block ahead, and what the first
-ones find differs from what the others do."""
+"""Number of blocks, and of microbatches, at either end that have a name of their own: FSDP works one block ahead, and
+the first ones meet another state than the others."""
 
 Key = tuple[str, ...]
-"""A phase, and in it a place among the microbatches and one among the blocks."""
+"""A phase, a place among the microbatches and a place among the blocks."""
 
 
 def places(index: int, count: int) -> list[str]:
-    """Names that ``index`` of ``count`` also has among more or fewer: its distance from either end if that is small.
+    """Names of ``index`` that do not depend on ``count``: its distance from either end, if that is small.
 
-    The memory between is linear in the index, so that its largest value is next to one of the ends.
+    The memory between the ends is linear in the index, so that its largest value is next to one of the ends.
     """
     front = [f"{index}"] if index < ENDS else []
     back = [f"{index - count}"] if count - index <= ENDS else []
@@ -51,10 +51,10 @@ def places(index: int, count: int) -> list[str]:
 
 
 class Recorder(TorchDispatchMode):
-    """Memory, FLOPs and collectives of what runs inside, by phase.
+    """Memory, FLOPs and collectives in its context, by phase.
 
     Args:
-        groups: name of each process group to the mesh axis that it is.
+        groups: name of each process group to its mesh axis.
     """
 
     def __init__(self, groups: Mapping[str, str]) -> None:
@@ -66,13 +66,13 @@ class Recorder(TorchDispatchMode):
         self._is_shape_question = False
         self._phase = "setup"
         self._microbatch = (0, 1)
-        self._began = self._before = 0  # when this phase began, and the one before
+        self._began = self._before = 0  # start of this phase, and of the one before
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a DTensor or a result under way: they come again as the local tensors they are of
+            return NotImplemented  # a DTensor or an unfinished result: it comes again as its local tensor
         kwargs = kwargs or {}
         if self._is_shape_question:
             return func(*args, **kwargs)
@@ -91,13 +91,13 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Record what runs inside."""
+        """Record everything that runs in the context."""
         with self, self.timeline.watching_resizes(), self._past_shape_questions():
             yield
 
     @contextmanager
     def _past_shape_questions(self) -> Iterator[None]:
-        """DTensor learns the shape of a result by running the operator on whole tensors, which are no rank's."""
+        """Leave out shape questions: DTensor learns the shape of a result by running the operator on whole tensors."""
         original = getattr(ShardingPropagator, _SHAPE_QUESTION)
 
         def asked(propagator: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
@@ -119,18 +119,18 @@ class Recorder(TorchDispatchMode):
             self.timeline.mark_living("activations", self._began)
         elif self._phase in ("backward", "sync"):
             self.timeline.mark_living("gradients", self._began)
-        elif self._phase == "weight":  # what outlives both halves: FSDP's sum of gradients is made in the first
+        elif self._phase == "weight":  # storages that outlive both halves: FSDP sums gradients in the first
             self.timeline.mark_living("gradients", self._before, over="activations")
         self._before = self._began
         self._phase, self._microbatch, self._began = name, (microbatch, count), self.timeline.now
         self.block("head")
 
     def block(self, name: str) -> None:
-        """Begin a block of the model in the phase: its number among how many, or ``head`` or ``tail``."""
+        """Begin a block of the model in the phase: its index and the number of blocks, or ``head`` or ``tail``."""
         self.timeline.segment(self._phase, *map(str, self._microbatch), name)
 
     def watch(self, blocks: Sequence[nn.Module]) -> None:
-        """Have the repeated blocks of a model begin themselves, in its forward and in its backward."""
+        """Make the repeated blocks of a model begin themselves, in forward and backward."""
         names = ["head", *(f"{index}/{len(blocks)}" for index in range(len(blocks))), "tail"]
         for index, module in enumerate(blocks):
 
@@ -143,19 +143,19 @@ class Recorder(TorchDispatchMode):
         if blocks:
 
             def leave(module: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-                if self._phase == "forward":  # a block with counters returns what it counted as well
+                if self._phase == "forward":  # a block with counters returns its counts too
                     self._name_backward(output[0] if isinstance(output, tuple) else output, names[-2])
                     self.block("tail")
 
             blocks[-1].register_forward_hook(leave)
 
     def _name_backward(self, tensor: Tensor, name: str) -> None:
-        """Begin the block ``name`` of the backward when the gradient of ``tensor``, its output, is there."""
+        """Begin the block ``name`` of the backward when the gradient of ``tensor``, its output, arrives."""
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: self.block(name))
 
     def peaks(self) -> tuple[dict[Key, Bytes], dict[Key, Bytes]]:
-        """What lives when each phase of a microbatch begins, and at the peak of each place of it."""
+        """Live bytes at the start of each phase of a microbatch, and at the peak of each place in it."""
         starts: dict[Key, Bytes] = {}
         peaks: dict[Key, Bytes] = {}
         for (phase, microbatch, count, block), start, peak in self.timeline.peaks():
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
 
 
 def flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """FLOPs of one operator, 0 where it multiplies no matrices."""
+    """FLOPs of one operator, 0 if it multiplies no matrices."""
     return _formula(func)(func, args, kwargs, result)
 
 
@@ -203,7 +203,7 @@ def _attention(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappi
 
 
 def _grouped(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Every row of the ragged operand is multiplied once, in whatever group it is."""
+    """FLOPs of a grouped matmul: every row of the ragged operand is multiplied once, in any group."""
     left, right = args[0], args[1]
     if left.dim() == 2 and right.dim() == 2:  # ragged inner dim: a weight gradient for each group
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
@@ -215,8 +215,8 @@ def collective(
 ) -> tuple[str, str, int] | None:
     """Kind, name of the group and bytes of a collective; None for other operators.
 
-    The bytes are those of the whole message of one rank: what a gather gives, what any other collective takes. About
-    ``(n - 1) / n`` of them cross the wire in a ring of n ranks, twice that for an all-reduce.
+    The bytes are those of the whole message of one rank: the result of a gather, the input of any other collective.
+    About ``(n - 1) / n`` of them cross the wire in a ring of n ranks, twice as many for an all-reduce.
     """
     if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
         return None
@@ -226,12 +226,12 @@ def collective(
         return None  # waits, barriers
     tensors = [size for value in (*args, *kwargs.values()) for size in _sizes(value)]
     tensors += _sizes(result)
-    # a gather gives the largest of its tensors, a scatter takes it, the others have one size
+    # a gather returns the largest of its tensors, a scatter takes it, the others have one size
     return kind, _group_name((*args, *kwargs.values())), max(tensors, default=0)
 
 
 def _sizes(value: Any) -> list[int]:
-    """Bytes of a tensor; of a list of tensors, which is one message in parts, their sum."""
+    """Bytes of a tensor, or of all tensors in a list, which is one message in parts."""
     if isinstance(value, Tensor):
         return [value.numel() * value.itemsize]
     if isinstance(value, (list, tuple)):

@@ -40,21 +40,21 @@ def dry_run(
     extrapolate: bool = True,
     imbalance: float = 1.0,
 ) -> DryRunReport:
-    """What one step of ``config`` costs ``rank`` of ``num_ranks``, and under pipeline parallelism each stage beside it.
+    """Cost of one step of ``config`` on ``rank`` of ``num_ranks``, and under pipeline parallelism also of each stage.
 
     Nothing is allocated, no other process is started and no data is opened.
 
     Args:
-        config: the run, resolved, with what is left to the memory decided; its rules have been checked.
+        config: the run, resolved, with the decisions that depend on memory; its rules have been checked.
         num_ranks: ranks of the layout.
-        rank: the one to stand in for, from 0.
+        rank: rank to simulate, from 0.
         started: ``time.monotonic()`` at the start of the command.
-        extrapolate: from a few blocks and microbatches to many, which gives the same numbers sooner.
-        imbalance: rows that the experts of the rank get, over the mean of the ranks that share them.
+        extrapolate: extrapolate from a few blocks and microbatches to many, which gives the same numbers sooner.
+        imbalance: rows for the experts of the rank, divided by the mean of the ranks that share them.
 
     Raises:
         LayoutError: there is no such rank, or no such imbalance.
-        ConfigError: what is asked for cannot run on fake tensors.
+        ConfigError: a setting cannot run on fake tensors.
     """
     if not 0 <= rank < num_ranks:
         raise LayoutError(
@@ -70,7 +70,7 @@ def dry_run(
         check_decoder(on_meta(config, facts), facts)
         precision, lines = _precision(config, facts)
         if facts.adapted:
-            lines.append(f"lora: parameters are the {facts.num_trained:,} that are trained, params GiB is of all")
+            lines.append(f"lora: parameters counts the {facts.num_trained:,} trained ones, params GiB counts all")
         job = DryJob(config, facts, mesh, world, precision, imbalance)
         groups = _axes(mesh)
         if layout.pp > 1:
@@ -94,12 +94,12 @@ def dry_run(
 
 
 def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """``config`` without what fake tensors cannot show, and a line about each."""
+    """``config`` without the features that fake tensors cannot show, and a line about each."""
     if config.activation_checkpoint.mode == "memory_budget":
         raise ConfigError(
             "a dry run cannot show activation_checkpoint.mode memory_budget.",
             where="--activation_checkpoint.mode",
-            why="torch.compile chooses what to recompute, and fake tensors are not compiled",
+            why="torch.compile chooses the ops to recompute, but fake tensors are not compiled",
             fix="--activation_checkpoint.mode selective, or leave out --dry_run",
         )
     lines = []
@@ -108,7 +108,7 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if config.compile.enable:
         lines.append("compile is left out: memory and operators are those of eager mode")
     if config.parallelism.enable_async_tensor_parallel:
-        lines.append("async tensor parallelism is left out: the collectives are those it would fuse")
+        lines.append("async tensor parallelism is left out: the collectives include the ones that it would fuse")
     if config.training.enable_cpu_offload:
         lines.append("cpu offload: memory of the host and of the device are counted together")
     if config.kernels.attention == "flex":
@@ -119,12 +119,12 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _precision(config: RunConfig, facts: ModelDescription) -> tuple[LowPrecision | None, list[str]]:
-    """What a device that has the matmuls would convert, and a line about it."""
+    """Conversions on a device that has the matmuls, and a line about them."""
     dense = config.quantize.dense
     if not is_enabled(dense):
         return None, []
     name = kind(dense)
-    if name == "mxfp8":  # torchao's casts are CUDA kernels, which no fake tensor of the host goes through
+    if name == "mxfp8":  # torchao's casts are CUDA kernels, which do not support fake tensors of the host
         found = planned(config, facts, accelerated=True, emulated="fake tensors")
         return found, [f"mxfp8: {summary(found.choices)}; emulated, which keeps more temporaries than the real matmuls"]
     asked = dense.float8.emulate
@@ -134,7 +134,7 @@ def _precision(config: RunConfig, facts: ModelDescription) -> tuple[LowPrecision
 
 
 def _load(layout: Layout, imbalance: float) -> list[str]:
-    """What is said of the load of experts that several ranks share."""
+    """Lines about the load of experts that several ranks share."""
     if layout.ep == 1 and imbalance != 1:
         raise LayoutError(
             f"--dry_run_imbalance {imbalance:g} has no effect: no experts are shared between ranks.",
@@ -145,7 +145,7 @@ def _load(layout: Layout, imbalance: float) -> list[str]:
         raise LayoutError(
             f"--dry_run_imbalance {imbalance:g} is not between 1 and {layout.ep}, the ranks that share the experts.",
             where="--dry_run_imbalance",
-            why="a rank gets its even share of all tokens at least, and all of them at most",
+            why="a rank gets at least its even share of all tokens, and at most all of them",
             fix=f"--dry_run_imbalance {layout.ep}",
         )
     if layout.ep == 1:
@@ -154,7 +154,7 @@ def _load(layout: Layout, imbalance: float) -> list[str]:
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:
-    """Name of each process group that this rank is in to its axis; ``fsdp=cp`` where one group serves as both."""
+    """Name of each process group of this rank to its axis; ``fsdp=cp`` if one group serves as both."""
     views = (mesh.fsdp, mesh.tp, mesh.cp, mesh.pp, mesh.experts, mesh.ep)
     found: dict[str, str] = {}
     for view in filter(None, views):
@@ -168,7 +168,7 @@ def _axes(mesh: Mesh) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the log lines of the build, which is done several times and partly with other sizes."""
+    """Suppress the log lines of the build, which runs several times and partly with other sizes."""
     logger = logging.getLogger("crius")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -196,7 +196,7 @@ def _measured(extrapolation: Extrapolation, job: DryJob) -> list[str]:
 def _whole(
     job: DryJob, groups: dict[str, str], *, extrapolate: bool
 ) -> tuple[list[StageReport], list[RankReport], Extrapolation]:
-    """The model as every rank holds it without a pipeline."""
+    """The model of every rank without a pipeline."""
     names = [module.name for module in run_modules(job.config, job.facts)]
 
     def measure(names: Sequence[str], num_microbatches: int) -> Values:

@@ -1,4 +1,4 @@
-"""How many rows go to which experts: what fake tensors cannot tell. An oracle answers, by a chosen load."""
+"""Number of rows per expert, which fake tensors cannot know: an oracle answers, by a given load."""
 
 from torch import Tensor, nn
 
@@ -6,23 +6,23 @@ from crius.parallel.expert import AllToAllDispatch
 
 
 def rows_of_rank(rows: int, ranks: int, imbalance: float) -> int:
-    """Of the rows that one rank sends, how many go to the rank with most: ``imbalance`` times its even share.
+    """Number of one rank's rows that go to the fullest rank: ``imbalance`` times its even share.
 
     Args:
-        rows: that a rank sends.
-        ranks: that share the experts.
-        imbalance: load of the fullest rank over the mean.
+        rows: rows that a rank sends.
+        ranks: ranks that share the experts.
+        imbalance: load of the fullest rank, divided by the mean.
     """
     return min(rows, -(-round(rows * imbalance) // ranks))
 
 
 class Oracle:
-    """Every rank sends this one as many rows, and the others even parts of the rest.
+    """An answer in which every rank sends this rank the same number of rows, and the others even parts of the rest.
 
     Args:
-        rank: of this rank, among those that share the experts.
-        ranks: how many share them.
-        imbalance: load of this rank over the mean of all.
+        rank: index of this rank among the ranks that share the experts.
+        ranks: number of ranks that share them.
+        imbalance: load of this rank, divided by the mean of all.
     """
 
     def __init__(self, rank: int, ranks: int, imbalance: float) -> None:
@@ -37,7 +37,7 @@ class Oracle:
 
 
 def foretell(model: nn.Module, imbalance: float) -> None:
-    """Have an ``Oracle`` answer wherever ``model`` would read how many rows go where."""
+    """Make an ``Oracle`` answer where ``model`` would read how many rows go to which rank."""
     for module in model.modules():
         if isinstance(module, AllToAllDispatch):
             module.read_splits = Oracle(module.mesh.get_local_rank(), module.ranks, imbalance)

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, and what a rank holds at once: the schedule's own actions with their measured cost."""
+"""The stages of a pipeline, and the memory of a rank: the schedule's own actions with their measured cost."""
 
 import itertools
 import math
@@ -24,12 +24,12 @@ _BATCH_TENSORS = 3  # tokens, labels and positions
 def pipeline(
     job: DryJob, groups: dict[str, str], *, extrapolate: bool
 ) -> tuple[list[StageReport], list[RankReport], Extrapolation]:
-    """Every stage of the pipeline that this rank is in, and what each of its ranks holds at the peak.
+    """Every stage of this rank's pipeline, and the memory of each of its ranks at the peak.
 
     Args:
         job: the run.
         groups: name of each process group to its axis.
-        extrapolate: from a few blocks to many.
+        extrapolate: whether to extrapolate from a few blocks to many.
     """
     parallelism, count = job.config.parallelism, job.sizes.accumulation
     modules = run_modules(job.config, job.facts)
@@ -66,7 +66,7 @@ def pipeline(
 
 
 def hidden_bytes(job: DryJob) -> int:
-    """Bytes of what one stage sends the next for a microbatch."""
+    """Bytes that one stage sends the next per microbatch."""
     dtype: torch.dtype = getattr(torch, job.config.training.mixed_precision_param)
     return math.prod(hidden_shape(job)) * dtype.itemsize
 
@@ -83,13 +83,13 @@ def stage_report(
     """The totals of one stage, or of the whole model.
 
     Args:
-        index: the stage.
+        index: index of the stage.
         rank: its pipeline rank.
         names: its modules.
         values: the measurement.
-        traffic: what was not measured; the collectives are added.
-        times: how often a measured microbatch stands in the step, if not once.
-        in_flight: microbatches whose activations it holds at once.
+        traffic: traffic that was not measured; the collectives are added.
+        times: how often a measured microbatch occurs in the step, if not once.
+        in_flight: microbatches whose activations it has at once.
     """
     flops = 0
     for (what, *key), number in values.items():
@@ -101,9 +101,7 @@ def stage_report(
         else:
             traffic[tuple(key[2:])] += weighted  # type: ignore[index]
     begin = kinds_of(values, "start", "begin", "0")
-    held = kinds_of(values, "start", "backward", "0") + kinds_of(
-        values, "start", "input", "0"
-    )  # it is one or the other
+    held = kinds_of(values, "start", "backward", "0") + kinds_of(values, "start", "input", "0")  # exactly one of them
     return StageReport(
         stage=index,
         pp_rank=rank,
@@ -120,16 +118,16 @@ def stage_report(
 
 
 def walk(actions: Sequence[Action], stages: Mapping[int, Values], buffers: int, *, splits: bool) -> tuple[Bytes, str]:
-    """What a rank holds at the peak of its step, and in which action that is.
+    """Memory of a rank at the peak of its step, and the action in which the peak is.
 
-    Each action adds for its time what its phase was measured to need, and leaves what that phase left; the first
-    microbatch of a stage also gathers its weights and makes its gradients.
+    Each action adds, while it runs, the measured need of its phase, and leaves what that phase left. The first
+    microbatch of a stage also gathers its weights and creates its gradients.
 
     Args:
-        actions: of the rank, in order.
-        stages: the measurements of its stages.
-        buffers: bytes of the batch and of what is received, which the schedule allocates once for all microbatches.
-        splits: the stages were measured with a split backward.
+        actions: actions of the rank, in order.
+        stages: measurements of its stages.
+        buffers: bytes of the batch and of received tensors, which the schedule allocates once for all microbatches.
+        splits: whether the stages were measured with a split backward.
     """
     halves = ("input", "weight") if splits else ("backward",)
     phases = {"F": ("forward",), "I": halves[:1], "W": halves[-1:], "B": halves}
@@ -163,7 +161,7 @@ def walk(actions: Sequence[Action], stages: Mapping[int, Values], buffers: int, 
 
 
 def _cost(values: Values, phase: tuple[str, str], then: tuple[str, str]) -> tuple[Bytes, Bytes]:
-    """What a phase needs at its peak, and what it leaves to the next, beyond what was there when it began."""
+    """Bytes that a phase needs at its peak, and bytes that it leaves, both beyond the bytes at its start."""
     before = kinds_of(values, "start", *phase)
     places = dict.fromkeys(key[3] for key in values if key[:3] == ("peak", *phase))
     peak = max((kinds_of(values, "peak", *phase, place) for place in places), key=Counter.total)

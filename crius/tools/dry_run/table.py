@@ -1,4 +1,4 @@
-"""What a dry run found, as tables to read and as data."""
+"""Results of a dry run, as tables to read and as data."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,25 +10,25 @@ from crius.tools.dry_run.memory import KINDS, Bytes
 from crius.tools.dry_run.recorder import COLLECTIVES
 
 Traffic = Counter[tuple[str, str, str]]
-"""Kind of collective and mesh axis, with ``count`` or ``bytes``, to how many in a step."""
+"""Collectives of a step: kind, mesh axis and ``count`` or ``bytes``, to the number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """One pipeline stage, or the whole model, as one rank holds it.
+    """One pipeline stage, or the whole model, on one rank.
 
     Attributes:
-        stage: its place in the pipeline.
-        pp_rank: the pipeline rank that holds it.
-        modules: their names.
-        parameters: local ones, after every sharding.
-        parameter_bytes: of them.
-        gradient_bytes: of the sharded gradients, as the optimizer sees them.
-        optimizer_bytes: of the optimizer's state.
-        activation_bytes: what lives at the end of a microbatch's forward for its backward.
-        in_flight: the most microbatches of which it holds activations at once.
-        flops: of this rank in a step, recomputed ones too.
-        traffic: its collectives in a step.
+        stage: index in the pipeline.
+        pp_rank: pipeline rank of the stage.
+        modules: names of its modules.
+        parameters: local parameters, after all sharding.
+        parameter_bytes: bytes of the parameters.
+        gradient_bytes: bytes of the sharded gradients, as the optimizer sees them.
+        optimizer_bytes: bytes of the optimizer's state.
+        activation_bytes: bytes alive at the end of a microbatch's forward for its backward.
+        in_flight: most microbatches whose activations it has at once.
+        flops: FLOPs of this rank per step, with recomputed ones.
+        traffic: its collectives per step.
     """
 
     stage: int
@@ -46,13 +46,13 @@ class StageReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The moment at which one pipeline rank holds most.
+    """Moment of the peak memory of one pipeline rank.
 
     Attributes:
-        pp_rank: the rank in its pipeline.
-        stages: the stages it holds.
+        pp_rank: rank in its pipeline.
+        stages: stages of the rank.
         peak: bytes by kind at that moment.
-        moment: what it was doing.
+        moment: action at that moment.
     """
 
     pp_rank: int
@@ -63,20 +63,20 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunReport:
-    """What a step costs, by stage and by rank.
+    """Cost of a step, by stage and by rank.
 
     Attributes:
         model: name and flavor.
         layout: the degrees.
-        num_ranks: of the layout.
-        rank: the one that was stood in for.
-        num_microbatches: of a step.
-        microbatch: its sequences and tokens.
-        stages: one for each pipeline stage.
-        ranks: one for each pipeline rank.
-        model_flops: of one rank in a step on average, without recomputation.
-        notes: what was extrapolated and what left out.
-        seconds: from the start of the command.
+        num_ranks: ranks of the layout.
+        rank: simulated rank.
+        num_microbatches: microbatches per step.
+        microbatch: sequences and tokens of a microbatch.
+        stages: one per pipeline stage.
+        ranks: one per pipeline rank.
+        model_flops: average FLOPs of one rank per step, without recomputation.
+        notes: what was extrapolated and what was left out.
+        seconds: seconds since the start of the command.
     """
 
     model: str
@@ -98,18 +98,18 @@ class DryRunReport:
         unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
         return [
             f"dry run of {self.model} as rank {self.rank} of {self.num_ranks}: {self.layout}",
-            f"a step is {self.num_microbatches} microbatch{many} of {self.microbatch} tokens a data-parallel rank",
+            f"a step is {self.num_microbatches} microbatch{many} of {self.microbatch} tokens per data-parallel rank",
             *self.notes,
             "",
             *aligned(self._stage_rows(unit, size), left=(2,)),
             "",
-            f"memory at the peak, {unit}, by kind (temporaries: all that is none of the others)",
+            f"memory at the peak, {unit}, by kind (temporaries: everything else)",
             *aligned(self._peak_rows(size), left=(9,)),
             "",
-            f"collectives of a step: how often, and {unit} of whole messages on this rank",
+            f"collectives of a step: number, and {unit} of whole messages on this rank",
             *aligned(self._traffic_rows(size), left=()),
             "",
-            f"model FLOPs of a rank and step: {_tera(self.model_flops)} TFLOP on average, recomputation not counted",
+            f"model FLOPs per rank and step: {_tera(self.model_flops)} TFLOP on average, without recomputation",
             f"took {self.seconds:.1f} s",
         ]
 

@@ -1,1 +1,1 @@
-"""``crius evaluate``: multiple choice and bits per byte of a run, a checkpoint or a folder of Hugging Face."""
+"""``crius evaluate``: multiple choice and bits per byte of a run, a checkpoint or a Hugging Face folder."""

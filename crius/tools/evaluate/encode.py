@@ -1,4 +1,4 @@
-"""Texts to rows of tokens, as lm-eval makes them (EleutherAI/lm-evaluation-harness 0.4, ``TemplateLM``). No torch."""
+"""Texts to rows of tokens, as in lm-eval (EleutherAI/lm-evaluation-harness 0.4, ``TemplateLM``). No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from crius.tools.evaluate.tasks import Kind, Request
 
 
 class Row(NamedTuple):
-    """What the model reads at once, and what is scored of it.
+    """Tokens that the model reads at once, and the tokens to score.
 
     Attributes:
-        tokens: the model's input.
-        targets: to predict after the last tokens, as many as there are targets.
+        tokens: input of the model.
+        targets: ids to predict after the last ``len(targets)`` tokens.
     """
 
     tokens: tuple[int, ...]
@@ -23,13 +23,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """How texts become rows.
+    """Converts texts to rows.
 
     Attributes:
-        tokenizer: of the model.
-        max_length: tokens of a row, at most.
-        prefix: the token before a text without a context.
-        is_chat: contexts come out of a chat template: names of special tokens are these tokens.
+        tokenizer: tokenizer of the model.
+        max_length: most tokens of a row.
+        prefix: token before a text without a context.
+        is_chat: whether contexts come from a chat template, in which names of special tokens are these tokens.
     """
 
     tokenizer: Tokenizer
@@ -42,11 +42,11 @@ class Encoder:
 
         Args:
             request: texts.
-            kind: of the task.
-            where: the request comes from, for messages.
+            kind: kind of the task.
+            where: origin of the request, for messages.
 
         Raises:
-            DataError: nothing of it can be scored, or more than the model reads at once.
+            DataError: no part of it can be scored, or it is longer than the model can read at once.
         """
         if kind != "text":
             return [self.row(*(self.chat_pair(request) if self.is_chat else self.pair(request)), where)]
@@ -56,31 +56,31 @@ class Encoder:
         return rows
 
     def row(self, context: list[int], targets: list[int], where: str) -> Row:
-        """A continuation behind its context, of which the end is read where both are too long.
+        """A continuation after its context. If both together are too long, only the end of the context is read.
 
         Raises:
-            DataError: the continuation has no token, or more than the model reads at once.
+            DataError: the continuation has no token, or is longer than the model can read at once.
         """
         if not targets:
-            raise DataError("a continuation has no token to score.", where=where, why="it joins the text before it")
+            raise DataError("a continuation has no token to score.", where=where, why="its text joins the token before")
         if len(targets) > self.max_length:
             raise DataError(
-                f"a continuation has {len(targets):,} tokens, the model reads {self.max_length:,} at once.",
+                f"a continuation has {len(targets):,} tokens, but the model reads {self.max_length:,} at once.",
                 where=where,
                 fix='a larger --max_length, or {"text": ...}, which is scored in windows',
             )
         return Row(tuple(((context or [self.prefix]) + targets)[-self.max_length - 1 : -1]), tuple(targets))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, behind a BOS where the tokenizer puts one. Names of special tokens are plain text."""
+        """Ids of a text, after a BOS if the tokenizer adds one. Names of special tokens are plain text."""
         ids = self._plain(text)
         bos = self.tokenizer.bos_id if self.tokenizer.adds_bos else None
         return ids if bos is None else [bos, *ids]
 
     def pair(self, request: Request) -> tuple[list[int], list[int]]:
-        """Ids of context and continuation: of both together, cut where those of the context alone end.
+        """Ids of context and continuation: both are encoded together and cut where the ids of the context alone end.
 
-        White space at the end of a context counts to the continuation, since tokens begin with it.
+        White space at the end of a context belongs to the continuation, because tokens begin with it.
         """
         context, continuation = request
         if not context:
@@ -94,7 +94,7 @@ class Encoder:
         return first, whole[len(first) :]
 
     def chat_pair(self, request: Request) -> tuple[list[int], list[int]]:
-        """As ``pair``, of a rendered chat and its answer: with the ids that ``data.format chat`` trains on."""
+        """Like ``pair``, for a rendered chat and its answer: the ids that ``data.format chat`` trains on."""
         first, whole = (
             [int(token) for token in self.tokenizer.encode_marked(text)]
             for text in (request.context, request.context + request.continuation)
@@ -102,7 +102,7 @@ class Encoder:
         return first or [self.prefix], whole[len(first) :]
 
     def windows(self, ids: list[int]) -> Iterator[Row]:
-        """Rows in which each of ``ids`` is a target once: full windows, the last one with as much context as fits."""
+        """Rows in which each of ``ids`` is a target once: full windows, and a last one with as much context as fits."""
         size = self.max_length
         first = ids[:size]
         if first:

@@ -22,12 +22,12 @@ from crius.tools.generate.settings import Prompt
 from crius.tools.generate.settings import Settings as Generation
 from crius.tools.generate.source import Source
 
-_MAX_NEW_TOKENS = 256  # where a task does not say it, as lm-eval has it
+_MAX_NEW_TOKENS = 256  # lm-eval's default
 _BATCH = 8
 
 
 def scorer(names: Sequence[str]) -> Others:
-    """What scores the tasks ``names``: those that lm-eval knows, or YAML files of one's own.
+    """The scorer of the tasks ``names``: tasks that lm-eval knows, or YAML files of one's own.
 
     Raises:
         ConfigError: lm-eval has no such task.
@@ -55,10 +55,10 @@ def scorer(names: Sequence[str]) -> Others:
 
 
 def _score(wanted: Sequence[str], manager: Any, source: Source, encoder: Encoder, settings: Settings) -> list[Result]:
-    """Figures of tasks.
+    """Results of tasks.
 
     Raises:
-        DataError: a task cannot be scored, for example for want of its data.
+        DataError: a task cannot be scored, for example because its data is missing.
     """
     import lm_eval  # noqa: PLC0415  optional package
 
@@ -73,7 +73,7 @@ def _score(wanted: Sequence[str], manager: Any, source: Source, encoder: Encoder
         )
     except CriusError:
         raise
-    except Exception as error:  # of the package, of datasets, of the hub
+    except Exception as error:  # errors of the package, of datasets, of the hub
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
         is_data = isinstance(error, OSError) or type(error).__module__.startswith(("datasets", "huggingface_hub"))
         raise DataError(
@@ -82,7 +82,7 @@ def _score(wanted: Sequence[str], manager: Any, source: Source, encoder: Encoder
             why="HF_HUB_OFFLINE is set, and the data of most tasks comes from the hub"
             if is_data and is_offline
             else "",
-            fix="the data of the task has to be in the cache of datasets, or within reach" if is_data else "",
+            fix="the data of the task must be in the cache of datasets, or reachable" if is_data else "",
         ) from error
     samples = found["n-samples"]
     tasks = [
@@ -99,7 +99,7 @@ def _score(wanted: Sequence[str], manager: Any, source: Source, encoder: Encoder
 
 
 def _figures(metrics: Mapping[str, Any]) -> dict[str, Figure]:
-    """The metrics of a task by name, with intervals of its standard errors."""
+    """The metrics of a task by name, with intervals from its standard errors."""
     figures = {}
     for key, value in metrics.items():
         name, _, kind = key.partition(",")
@@ -112,7 +112,7 @@ def _figures(metrics: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def _model(source: Source, encoder: Encoder, settings: Settings) -> Any:
-    """The model as lm-eval calls one."""
+    """The model with lm-eval's interface."""
     from lm_eval.api.model import TemplateLM  # noqa: PLC0415  optional package
 
     class Model(TemplateLM):
@@ -129,7 +129,7 @@ def _model(source: Source, encoder: Encoder, settings: Settings) -> Any:
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             where = "a request of lm-eval"
             rows = [encoder.row(context, targets, where) for _, context, targets in requests]
-            numbers = iter(range(len(rows)))  # of the choices of one context; a text without one has no others
+            numbers = iter(range(len(rows)))  # choices of a context; other texts stand alone
             contexts = [request[0][0] or number for number, request in enumerate(requests)]
             groups = [[rows[next(numbers)] for _ in same] for _, same in itertools.groupby(contexts)]
             apart = [part for group in groups for part in ([group] if saves(group) else [[row] for row in group])]
@@ -152,7 +152,7 @@ def _model(source: Source, encoder: Encoder, settings: Settings) -> Any:
 
 
 def _answers(source: Source, encoder: Encoder, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """What the model writes after each prompt; those with equal settings and about the same length go together."""
+    """The model's text after each prompt; prompts with equal settings and similar length are answered together."""
     order = sorted(
         range(len(prompts)), key=lambda number: (repr(sorted(prompts[number][1].items())), prompts[number][0])
     )
@@ -182,6 +182,6 @@ def _answers(source: Source, encoder: Encoder, prompts: Sequence[tuple[str, Mapp
 
 
 def _end_of(text: str, encoder: Encoder, tokens: int) -> str:
-    """The end of a text that is too long, as lm-eval cuts it."""
+    """The end of a text that is too long, cut as lm-eval does."""
     ids = encoder.encode(text)
     return text if len(ids) <= tokens else encoder.tokenizer.decode(ids[-tokens:])

@@ -1,4 +1,4 @@
-"""Figures of a task from the scores of its documents, with 95 % intervals. No torch."""
+"""Metrics of a task from the scores of its documents, with 95 % intervals. No torch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from crius.tools.evaluate.tasks import Document, Task
 
 Z = 1.959964
-"""Standard deviations of a normal distribution on both sides of its mean that hold 95 %."""
+"""Standard deviations on both sides of a normal distribution's mean that contain 95 %."""
 
 
 class Score(NamedTuple):
@@ -15,8 +15,8 @@ class Score(NamedTuple):
 
     Attributes:
         log_prob: sum over its tokens, in nats.
-        is_greedy: every token is the most probable one.
-        tokens: of it.
+        is_greedy: whether every token is the most probable one.
+        tokens: number of its tokens.
     """
 
     log_prob: float
@@ -25,7 +25,7 @@ class Score(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A value and its 95 % interval; both ends are the value where nothing can be said."""
+    """A value and its 95 % interval; both ends equal the value if the interval is unknown."""
 
     value: float
     low: float
@@ -39,11 +39,12 @@ def figures(task: Task, scores: Sequence[Sequence[Score]]) -> dict[str, Figure]:
     """Metrics by name.
 
     accuracy: the most probable choice is the right one. accuracy_norm: the same by log-probability per character of the
-    choice. greedy: the model alone would write the continuation. bits_per_byte: of the right text, over all documents.
+    choice. greedy: the model alone would write the continuation. bits_per_byte: bits per byte of the right text, over
+    all documents.
 
     Args:
         task: its documents.
-        scores: of each document's requests.
+        scores: scores of each document's requests.
     """
     rows = list(zip(task.documents, scores, strict=True))
     bits = _ratio([(-given[document.gold].log_prob / math.log(2), _bytes(document)) for document, given in rows])
@@ -64,7 +65,7 @@ def as_json(found: Mapping[str, Figure]) -> dict[str, dict[str, float]]:
 
 
 def _length(text: str) -> int:
-    """Characters of a choice without the space in front."""
+    """Characters of a choice without its leading space."""
     return max(1, len(text.lstrip()))
 
 
@@ -73,7 +74,7 @@ def _bytes(document: Document) -> int:
 
 
 def _choice(document: Document, scores: Sequence[Score], length: Callable[[str], int]) -> int:
-    """The most probable choice; the first of those that are alike."""
+    """The most probable choice; the first of equal choices."""
     values = [
         score.log_prob / length(request.continuation) for request, score in zip(document.requests, scores, strict=True)
     ]
@@ -81,7 +82,7 @@ def _choice(document: Document, scores: Sequence[Score], length: Callable[[str],
 
 
 def _share(hits: Sequence[bool]) -> Figure:
-    """A share with the interval of Wilson (1927), which is right for few documents and for shares near 0 and 1."""
+    """A share with the interval of Wilson (1927), which is valid for few documents and for shares near 0 and 1."""
     count, share = len(hits), sum(hits) / len(hits)
     middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z / (1 + Z**2 / count) * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
@@ -89,7 +90,7 @@ def _share(hits: Sequence[bool]) -> Figure:
 
 
 def _ratio(rows: Sequence[tuple[float, int]]) -> Figure:
-    """Ratio of two sums over documents; its interval by the delta method, where there are at least two documents."""
+    """Ratio of two sums over documents, with an interval by the delta method if there are at least two documents."""
     above, below, count = math.fsum(row[0] for row in rows), sum(row[1] for row in rows), len(rows)
     value = above / below
     if count < 2:

@@ -1,4 +1,4 @@
-"""A file with what was scored, one text a line, from which the same command continues. No torch."""
+"""A file of scores, one text per line, from which the same command continues. No torch."""
 
 import fcntl
 import json
@@ -16,7 +16,7 @@ _FIRST = b'{"written by": "crius evaluate"'
 
 
 class Key(NamedTuple):
-    """A text to score: its task, its document there, and its number in the document."""
+    """A text to score: its task, the document in the task, and its number in the document."""
 
     task: str
     document: int
@@ -24,19 +24,19 @@ class Key(NamedTuple):
 
 
 class Record:
-    """The file; without a path nothing is kept.
+    """The file of scores; without a path no scores are kept.
 
     Args:
-        path: of it; empty: none.
-        header: what has to be equal for scores to be taken over.
-        tasks: hashes by the names of tasks; those of a record that have another hash are refused.
+        path: path of the file; empty: none.
+        header: facts that must be equal for scores to be used again.
+        tasks: hashes by the names of tasks; tasks of a record with another hash are refused.
 
     Attributes:
-        scores: that were in the file.
+        scores: scores that were in the file.
 
     Raises:
-        ConfigError: the file is not a record, or one of another model, task or setting.
-        DataError: it cannot be read or written, or another command writes it.
+        ConfigError: the file is not a record, or is of another model, task or setting.
+        DataError: it cannot be read or written, or another command is writing it.
     """
 
     def __init__(self, path: str, header: Mapping[str, Any], tasks: Mapping[str, str]) -> None:
@@ -48,12 +48,12 @@ class Record:
         try:
             place = Path(path).expanduser()
             if place.exists() and not place.is_file():
-                raise ConfigError(f"{path} is not a regular file.", where="--out", fix="name a file")
+                raise ConfigError(f"{path} is not a regular file.", where="--out", fix="give a file")
             place.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(place, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
             self._begin(dict(header), dict(tasks))
         except BlockingIOError:
-            raise DataError(f"another command writes {path}.", where="--out", fix="name another file") from None
+            raise DataError(f"another command writes {path}.", where="--out", fix="give another file") from None
         except (OSError, RuntimeError) as error:
             raise self._unusable(error) from None
 
@@ -70,7 +70,7 @@ class Record:
         """Write scores, whole lines each, before anything else is computed.
 
         Raises:
-            DataError: the disk does not take them.
+            DataError: the disk cannot be written.
         """
         self._write([key._asdict() | score._asdict() for key, score in scores])
 
@@ -85,22 +85,22 @@ class Record:
 
     def _unusable(self, error: Exception) -> DataError:
         why = getattr(error, "strerror", None) or error
-        return DataError(f"{self._path} cannot be used: {why}.", where="--out", fix="name a file on another disk")
+        return DataError(f"{self._path} cannot be used: {why}.", where="--out", fix="give a file on another disk")
 
     def _begin(self, header: dict[str, Any], tasks: dict[str, str]) -> None:
-        """Take over what is there, and leave the file at the end of its last whole line."""
+        """Read the scores in the file, and move to the end of its last complete line."""
         assert self._file is not None
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         start = self._file.read(len(_FIRST))
-        if not _FIRST.startswith(start):  # one that was killed at its first line may have part of it
+        if not _FIRST.startswith(start):  # a command that was killed at its first line leaves part of it
             raise self._foreign()
         rest = self._file.read() if start == _FIRST else b""
         whole, _, cut = (start + rest).rpartition(b"\n")
         found = self._take(whole) if whole else {}
         differing = {key: value for key, value in header.items() if found and found["settings"].get(key) != value}
-        told = [f"{key} {value}, there {found['settings'].get(key)}" for key, value in differing.items()]
+        told = [f"{key} {value}, in the file {found['settings'].get(key)}" for key, value in differing.items()]
         told += [
-            f"task {name} of {digest}, there of {found['tasks'][name]}"
+            f"task {name} of {digest}, in the file of {found['tasks'][name]}"
             for name, digest in tasks.items()
             if found and found["tasks"].get(name, digest) != digest
         ]
@@ -108,7 +108,7 @@ class Record:
             raise ConfigError(
                 f"{self._path} is a record of another evaluation:" + "".join(f"\n  {line}" for line in told),
                 where="--out",
-                fix="name another file, or remove this one",
+                fix="give another file, or remove this one",
             )
         self._file.seek(len(whole) + 1 if whole else 0)
         self._file.truncate()
@@ -133,5 +133,5 @@ class Record:
         return found
 
     def _foreign(self) -> ConfigError:
-        what = f"{self._path} is there, and is not a record of crius evaluate."
-        return ConfigError(what, where="--out", fix="name another file")
+        what = f"{self._path} exists, but is not a record of crius evaluate."
+        return ConfigError(what, where="--out", fix="give another file")

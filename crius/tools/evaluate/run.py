@@ -1,4 +1,4 @@
-"""Tasks to figures: a model, its rows, their scores."""
+"""Tasks to metrics: a model, its rows, their scores."""
 
 import itertools
 import math
@@ -27,13 +27,13 @@ _CPU_TOKENS, _GPU_TOKENS = 256, 16384
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one task.
+    """Result of one task.
 
     Attributes:
-        task: name of it.
-        documents: that were scored.
+        task: name of the task.
+        documents: documents that were scored.
         total: documents of the task.
-        metrics: by name.
+        metrics: metrics by name.
     """
 
     task: str
@@ -49,15 +49,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All figures of a command.
+    """Results of a command.
 
     Attributes:
-        source: of the model, for people.
-        facts: what was computed how, for JSON.
-        results: of the tasks.
-        requests: texts that were scored, those of earlier commands among them.
-        tokens: that this command read.
-        seconds: that it took to score.
+        source: source of the model, for people.
+        facts: what was computed and how, for JSON.
+        results: results of the tasks.
+        requests: texts that were scored, with those of earlier commands.
+        tokens: tokens that this command read.
+        seconds: seconds that the scoring took.
     """
 
     source: str
@@ -91,12 +91,12 @@ def as_chats(tasks: Sequence[Task], source: Source) -> list[Task]:
     """``tasks`` with each context as the text of a chat up to the answer, which begins without white space.
 
     Raises:
-        ConfigError: a task is texts without a context.
+        ConfigError: a task consists of texts without a context.
         DataError: the chat template cannot be rendered.
     """
     if texts := [task.name for task in tasks if task.kind == "text"]:
         what = f"--chat does not go with {', '.join(texts)}."
-        raise ConfigError(what, where="--tasks", why="a text alone answers nobody", fix="leave out --chat, or the text")
+        raise ConfigError(what, where="--tasks", why="a text is not an answer", fix="leave out --chat, or the text")
     said = list(dict.fromkeys(request.context for task in tasks for one in task.documents for request in one.requests))
     chats = [[{"role": "user", "content": text}] for text in said]
     texts = render_chats(source.chat_template, chats, source.special, is_dated=False)
@@ -120,10 +120,10 @@ def as_chats(tasks: Sequence[Task], source: Source) -> list[Task]:
 
 
 def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
-    """The model of a run folder, a checkpoint or a folder of Hugging Face, and how texts become its rows.
+    """The model of a run folder, a checkpoint or a Hugging Face folder, and the encoder of texts into its rows.
 
-    torch multiplies, as it does in transformers: sums in another order would move the log-probability of a long text by
-    2e-4 nats, and figures are compared.
+    Matmuls are torch's, as in transformers: another order of sums would change the log-probability of a long text by
+    2e-4 nats, and results are compared.
 
     Raises:
         CriusError: see ``read_source``.
@@ -135,7 +135,7 @@ def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
 
 
 def _prefix(source: Source) -> int:
-    """BOS, or EOS where there is none, as the tokenizer of transformers that an export writes has them."""
+    """BOS, or EOS if there is none, as in the tokenizer of transformers that an export writes."""
     for name in ("bos_token", "eos_token"):
         for found in source.tokenizer.special_ids([source.special.get(name, "")]):
             return found
@@ -144,7 +144,7 @@ def _prefix(source: Source) -> int:
 
 
 Others = Callable[[Source, Encoder, Settings], list[Result]]
-"""Scores tasks in another way."""
+"""Scores tasks of another package."""
 
 
 def evaluate(
@@ -153,9 +153,9 @@ def evaluate(
     """Score ``tasks``, then others.
 
     Args:
-        path: of a run folder, a checkpoint or a folder of Hugging Face.
-        tasks: that were read.
-        settings: that were checked.
+        path: run folder, checkpoint or Hugging Face folder.
+        tasks: tasks that were read.
+        settings: settings that were checked.
         others: scores the tasks of another package.
 
     Raises:
@@ -175,7 +175,7 @@ def evaluate(
             for number, request in enumerate(document.requests):
                 where = f"{task.name}, document {document.number}"
                 rows[Key(task.name, document.number, number)] = encoder.rows(request, task.kind, where)
-    theirs = others(source, encoder, settings)  # first: what is scored here is recorded, whatever comes
+    theirs = others(source, encoder, settings)  # first, because Crius's own scores are recorded
     words = {"tokenizer": source.tokenizer.fingerprint, "prefix": encoder.prefix, "bos": source.tokenizer.adds_bos}
     header = facts | words | ({"digest": source.weights.digest} if settings.out else {})
     with Record(settings.out, header, {task.name: task.digest for task in tasks}) as record:
@@ -207,15 +207,15 @@ def score_groups(
     done: Callable[[int, Sequence[Score]], None],
     is_known: Callable[[int], bool] = lambda number: False,
 ) -> int:
-    """Score groups of rows in batches; returns the tokens that were read.
+    """Score groups of rows in batches; returns the number of tokens that were read.
 
     Args:
         source: the model.
-        groups: rows that may begin alike, in any order.
-        batch_tokens: of a batch; 0: what the device likes.
-        done: is given the number of a group and the scores of its rows.
-        is_known: of the number of a group. A batch of known groups is left out; the others stay as they would be
-            without it, since the sums of a batch depend on its shape.
+        groups: rows that may share their beginning, in any order.
+        batch_tokens: tokens of a batch; 0: a number that suits the device.
+        done: receives the number of a group and the scores of its rows.
+        is_known: whether a group, given by number, is known. A batch of known groups is left out. Other batches keep
+            their known groups, because the sums of a batch depend on its shape.
     """
     on_gpu = source.model.tok_embeddings.weight.is_cuda
     tokens = 0
@@ -231,7 +231,7 @@ def score_groups(
 def _score(
     source: Source, rows: Mapping[Key, Sequence[Row]], record: Record, batch_tokens: int
 ) -> tuple[dict[Key, Score], int]:
-    """Scores of all requests, and the tokens that had to be read for those that were not in the record."""
+    """Scores of all requests, and the tokens read for requests that were not in the record."""
     scores = {key: record.scores[key] for key in rows if key in record.scores}
     known = set(scores)
     groups = list(_grouped(rows))
@@ -269,7 +269,7 @@ def _score(
 
 
 def _grouped(rows: Mapping[Key, Sequence[Row]]) -> Iterator[list[tuple[Key, Row]]]:
-    """The choices of a document together where that saves anything, each window of a text by itself."""
+    """The choices of a document together if that saves work, each window of a text by itself."""
     for _, keys in itertools.groupby(rows, key=lambda key: (key.task, key.document)):
         parts = [(key, row) for key in keys for row in rows[key]]
         if len({key for key, _ in parts}) > 1 and saves([row for _, row in parts]):
@@ -279,7 +279,7 @@ def _grouped(rows: Mapping[Key, Sequence[Row]]) -> Iterator[list[tuple[Key, Row]
 
 
 class _Progress:
-    """A line on a terminal: how much is done, and how long the rest takes."""
+    """A line on a terminal with the progress and the remaining time."""
 
     def __init__(self, total: int, already: int) -> None:
         self._total, self._already, self._began = total, already, time.monotonic()

@@ -1,6 +1,6 @@
 """Rows of tokens to log-probabilities. The rows of a document share their beginning, which is read once.
 
-``context choice choice ...`` is one sequence: a choice sees the context and itself, and its positions go on from the
+``context choice choice ...`` is one sequence: a choice sees the context and itself, and its positions continue from the
 context's. Sequences of about the same length make a batch.
 
 B batch, T tokens, D model dim, V vocabulary, N targets
@@ -21,17 +21,17 @@ from crius.tools.evaluate.metrics import Score
 
 _WORTH = 0.9
 _LOGIT_BYTES = 1 << 26
-"""Logits of so many bytes, in float32, are made at once."""
+"""Bytes of float32 logits that are computed at once."""
 
 
 class Joined(NamedTuple):
     """Rows as one sequence.
 
     Attributes:
-        tokens: the beginning of all rows, then the rest of each row.
-        positions: of each token in its row.
+        tokens: common beginning of all rows, then the rest of each row.
+        positions: position of each token in its row.
         branches: 0 in the beginning, then the number of the row, from 1.
-        places: for each row, where in the sequence its targets are predicted.
+        places: for each row, positions in the sequence where its targets are predicted.
     """
 
     tokens: list[int]
@@ -45,7 +45,7 @@ def join(rows: Sequence[Row]) -> Joined:
     shared = len(os.path.commonprefix([row.tokens for row in rows]))
     joined = Joined(list(rows[0].tokens[:shared]), list(range(shared)), [0] * shared, [])
     for number, row in enumerate(rows, start=1):
-        offset = len(joined.tokens) - shared  # from a place behind the beginning of a row to one in the sequence
+        offset = len(joined.tokens) - shared  # from a place after the beginning of a row to its place in the sequence
         joined.tokens.extend(row.tokens[shared:])
         joined.positions.extend(range(shared, len(row.tokens)))
         joined.branches.extend([number] * (len(row.tokens) - shared))
@@ -55,14 +55,14 @@ def join(rows: Sequence[Row]) -> Joined:
 
 
 def saves(rows: Sequence[Row]) -> bool:
-    """Whether rows share enough for one sequence: a mask and long sequences cost, too."""
+    """Whether rows share enough to be one sequence: a mask and long sequences take time too."""
     return len(join(rows).tokens) < _WORTH * sum(len(row.tokens) for row in rows)
 
 
 def batches(groups: Sequence[Sequence[Row]], batch_tokens: int) -> Iterator[list[int]]:
     """Numbers of groups, the longest first, in batches of at most ``batch_tokens`` with their padding.
 
-    The longest come first, so that what does not fit into the memory shows at once.
+    The longest come first, so that a batch that does not fit into memory fails at once.
     """
     lengths = [len(join(rows).tokens) for rows in groups]
     batch: list[int] = []
@@ -77,11 +77,11 @@ def batches(groups: Sequence[Sequence[Row]], batch_tokens: int) -> Iterator[list
 
 @torch.inference_mode()
 def score(model: Decoder, groups: Sequence[Sequence[Row]]) -> list[list[Score]]:
-    """Scores of the rows of each group, one batch. Logits are computed only where there is a target.
+    """Scores of the rows of each group, in one batch. Logits are computed only for targets.
 
     Args:
         model: the decoder.
-        groups: rows that may begin alike.
+        groups: rows that may share their beginning.
     """
     device = model.tok_embeddings.weight.device
     joined = [join(rows) for rows in groups]
@@ -104,7 +104,7 @@ def score(model: Decoder, groups: Sequence[Sequence[Row]]) -> list[list[Score]]:
 
 
 def _hidden(model: Decoder, tokens_BT: Tensor, positions_BT: Tensor, branches_BT: Tensor) -> Tensor:
-    """What the output layer reads, ``(B, T, D)``. Padding stands at the end, where no token of a row sees it."""
+    """Input of the output layer, ``(B, T, D)``. Padding is at the end, where no token of a row sees it."""
     if not branches_BT.any():
         return model.hidden(tokens_BT)
     count = tokens_BT.shape[1]
@@ -118,8 +118,8 @@ def _hidden(model: Decoder, tokens_BT: Tensor, positions_BT: Tensor, branches_BT
 def _target_scores(model: Decoder, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probability of each target in nats, float64, and whether no other id has a larger one; both on the host.
 
-    The softmax is the one in float32 that lm-eval and the loss of transformers take. With 49,152 ids torch 2.13 on a
-    CPU rounds each log-probability up by about 8e-6 nats there.
+    The softmax is in float32, as in lm-eval and in the loss of transformers. With 49,152 ids torch 2.13 on a CPU rounds
+    each log-probability up by about 8e-6 nats there.
     """
     size = max(1, _LOGIT_BYTES // (4 * model.config.vocab_size))
     log_probs, is_greedy = [], []

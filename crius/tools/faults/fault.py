@@ -1,4 +1,4 @@
-"""Faults that a user plants, to see what the run does: the grammar of ``CRIUS_FAULT``. What they do is in planted.py.
+"""Faults that a user plants to test a run: the grammar of ``CRIUS_FAULT``. Their effects are in planted.py.
 
 Several are joined by semicolons: ``CRIUS_FAULT='kill:step=7,rank=1;kill:step=13,attempt=1'``.
 """
@@ -26,22 +26,22 @@ GRAMMAR = {
     },
     "disk": "disk:save=N,error=enospc|erofs|slow[,seconds=S][,rank=R]",
 }
-"""Of each kind of fault. Steps and saves count from 1, N of nan, spike and disk may be a span N-M."""
+"""Grammar of each kind of fault. Steps and saves count from 1; N of nan, spike and disk may be a span N-M."""
 
 BEFORE_STEPS = ("start", "load")
-"""Phases that have no step."""
+"""Phases outside steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossFault:
-    """Values in the loss or in its gradient that are not what they should be.
+    """Wrong values in the loss or in its gradient.
 
     Attributes:
-        first: step it begins in, from 1.
-        last: step it ends in.
-        factor: of the loss or of its gradient; NaN for a NaN.
-        rank: the rank it appears on; None for all that compute the loss.
-        where: loss: in the loss, and so in every gradient; grad: in the gradients alone.
+        first: first step, from 1.
+        last: last step.
+        factor: factor of the loss or of its gradient; NaN for a NaN.
+        rank: rank with the fault; None for all that compute the loss.
+        where: loss: in the loss, and so in every gradient; grad: only in the gradients.
     """
 
     first: int
@@ -58,10 +58,10 @@ class LossFault:
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutFault:
-    """Dropout of what the output layer reads in training, drawn from torch's default generator of the device.
+    """Dropout of the input of the output layer in training, drawn from torch's default generator of the device.
 
     Attributes:
-        p: the probability that a number becomes 0, in (0, 1).
+        p: probability that a number becomes 0, in (0, 1).
     """
 
     p: float
@@ -72,15 +72,15 @@ class DropoutFault:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFault:
-    """Something that happens to the process of a rank, once.
+    """An event in the process of a rank, once.
 
     Attributes:
         kind: kill: SIGKILL; stop: SIGSTOP; hang: it sleeps for ever; raise: RuntimeError; oom: torch's allocator is
-            asked for more than there can be.
-        step: from 1; None in the phases of ``BEFORE_STEPS``.
+            asked for more memory than can exist.
+        step: step, from 1; None in the phases of ``BEFORE_STEPS``.
         phase: one of ``PHASES``.
-        rank: the rank it happens to.
-        attempt: restarts of the run before it, so that the restarted run does not meet it again.
+        rank: rank of the process.
+        attempt: number of restarts before the event, so that a restarted run does not meet it again.
     """
 
     kind: Literal["kill", "stop", "hang", "raise", "oom"]
@@ -95,7 +95,7 @@ class ProcessFault:
         return f"{self.kind} in {self.phase}{step} on rank {self.rank}{attempt}"
 
     def is_at(self, step: int | None, phase: str) -> bool:
-        """Whether it happens here. Under a pipeline, forward and backward are one phase, and which does not matter."""
+        """Whether the event is due here. Under a pipeline forward and backward are one phase, so either matches."""
         same = {"forward": ("forward", "pipeline"), "backward": ("backward", "pipeline")}
         here = {**same, "pipeline": ("pipeline", "forward")}.get(self.phase, (self.phase,))
         return phase in here and (self.phase in BEFORE_STEPS or step == self.step)
@@ -106,11 +106,11 @@ class DiskFault:
     """A disk that is full, read-only or slow while checkpoints are saved.
 
     Attributes:
-        first: save it begins in, counted by each process from 1.
-        last: save it ends in.
+        first: first save, counted by each process from 1.
+        last: last save.
         error: enospc, erofs: each write fails with that error; slow: each write first sleeps.
-        seconds: that a slow write sleeps.
-        rank: the rank whose writes it meets; None for all.
+        seconds: sleep of a slow write.
+        rank: rank whose writes are affected; None for all.
     """
 
     first: int
@@ -120,7 +120,7 @@ class DiskFault:
     rank: int | None = None
 
     def __str__(self) -> str:
-        what = f"{self.seconds:g} s a write" if self.error == "slow" else self.error.upper()
+        what = f"{self.seconds:g} s per write" if self.error == "slow" else self.error.upper()
         return f"{what} in {_span_words('save', self.first, self.last)} on {_rank_words(self.rank)}"
 
 
@@ -128,16 +128,16 @@ Fault = LossFault | DropoutFault | ProcessFault | DiskFault
 
 
 def read_faults(environ: Mapping[str, str], steps: int, num_ranks: int, attempt: int = 0) -> tuple[Fault, ...]:
-    """The faults that the environment asks for, in its order; none where it asks for none.
+    """The faults that the environment asks for, in its order; empty if there are none.
 
     Args:
         environ: variables of this process.
-        steps: of the run.
-        num_ranks: of this attempt.
-        attempt: restarts of the run so far. A restart may have other ranks: a fault of another attempt may name any.
+        steps: steps of the run.
+        num_ranks: ranks of this attempt.
+        attempt: restarts of the run so far. A restart may have other ranks, so a fault of another attempt may name any.
 
     Raises:
-        ConfigError: one does not follow the grammar, or is meant for a step or a rank that does not come.
+        ConfigError: a fault does not follow the grammar, or is for a step or a rank that the run does not have.
     """
     whole = environ.get(FAULTS, "")
     texts = whole.split(";") if whole else []
@@ -150,7 +150,7 @@ def read_faults(environ: Mapping[str, str], steps: int, num_ranks: int, attempt:
         mended = _mended(text, fault, steps, num_ranks if getattr(fault, "attempt", attempt) == attempt else None)
         if mended != text:
             raise ConfigError(
-                f"{FAULTS} {text} never comes: the run has steps 1 to {steps} and ranks 0 to {num_ranks - 1}.",
+                f"{FAULTS} {text} never happens: the run has steps 1 to {steps} and ranks 0 to {num_ranks - 1}.",
                 where=f"environment variable {FAULTS}",
                 fix=f"{FAULTS}={shlex.quote(';'.join([*texts[:place], mended, *texts[place + 1 :]]))}",
             )
@@ -159,7 +159,7 @@ def read_faults(environ: Mapping[str, str], steps: int, num_ranks: int, attempt:
 
 
 def _mended(text: str, fault: Fault, steps: int, num_ranks: int | None) -> str:
-    """``text`` with a step and a rank that come in place of those that do not; any rank does where that is None."""
+    """``text`` with an existing step and rank in place of missing ones; if ``num_ranks`` is None, any rank exists."""
     if isinstance(fault, (LossFault, DiskFault)) and not 1 <= fault.first <= fault.last:
         first = min(max(fault.first, 1), steps)
         text = re.sub(r"(step|save)=[\d-]+", rf"\1={first}", text)
@@ -186,7 +186,7 @@ def _not_understood(text: str, why: str) -> ConfigError:
 
 
 def _parse(text: str) -> Fault:
-    """The fault that ``text`` stands for. Raises ValueError saying what is wrong with it."""
+    """The fault that ``text`` stands for. Raises ValueError with the reason if it is wrong."""
     kind, _, rest = text.partition(":")
     if kind not in GRAMMAR:
         raise ValueError(f"there is no fault {kind!r}")
@@ -221,13 +221,13 @@ def _process_fault(kind: Any, values: dict[str, Any]) -> ProcessFault:
         raise ValueError("step is missing" if has_step else f"phase {values['phase']} comes before the steps")
     first, last = values.pop("step", (None, None))
     if first != last:
-        raise ValueError("it happens once: one step, no span")
+        raise ValueError("it happens once: give one step, not a span")
     return ProcessFault(kind=kind, step=first, **values)
 
 
 def _whole(text: str) -> int:
     if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
-        raise ValueError("is no whole number")
+        raise ValueError("is not a whole number")
     return int(text)
 
 
@@ -242,7 +242,7 @@ def _number(text: str, low: float = -math.inf, high: float = math.inf) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError("is no number")
+        raise ValueError("is not a number")
     if not low < value < high:
         raise ValueError(f"is not between {low} and {high}")
     return value
@@ -250,7 +250,7 @@ def _number(text: str, low: float = -math.inf, high: float = math.inf) -> float:
 
 def _one_of(choices: Sequence[str], text: str) -> str:
     if text not in choices:
-        raise ValueError(f"is none of {', '.join(choices)}")
+        raise ValueError(f"is not one of {', '.join(choices)}")
     return text
 
 

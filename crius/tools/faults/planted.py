@@ -1,8 +1,8 @@
-"""What planted faults do, see fault.py.
+"""Effects of planted faults, see fault.py.
 
-Those of numbers are planted in the model's loss: they go through the real backward pass, the real sums and the real
-checks, under every layout. Those of a process happen where it says in which step and phase it is. Those of the disk
-happen before a write of a checkpoint.
+Faults of numbers are planted in the model's loss: they go through the real backward pass, the real sums and the real
+checks, under every layout. Faults of a process happen when it reports the step and phase. Faults of the disk happen
+before a write of a checkpoint.
 """
 
 import contextlib
@@ -38,17 +38,16 @@ _IMPOSSIBLE_BYTES = 1 << 60
 def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iterator[None]:
     """Let the process faults of this rank and attempt happen while the context is open.
 
-    Rank 0 warns of the faults of this attempt at the start. At the end each rank warns of those that did not come, such
-    as one in the save of a step that saves nothing.
+    Rank 0 warns of the faults of this attempt at the start. At the end each rank warns of faults that did not happen,
+    such as a fault in the save of a step that saves nothing.
 
     Args:
-        faults: all that are planted.
-        rank: this process.
+        faults: all planted faults.
+        rank: rank of this process.
         attempt: restarts of the run so far.
 
     Raises:
-        RuntimeError: planted, from here or from where the process says that it comes to the step and phase; so is
-            the allocator's own error.
+        RuntimeError: planted, here or where the process reports the step and phase; also the allocator's own error.
     """
     for fault in faults:
         if rank == 0 and not (isinstance(fault, ProcessFault) and fault.attempt != attempt):
@@ -59,7 +58,7 @@ def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iter
 
     def happen(step: int | None, phase: str) -> None:
         for fault in [fault for fault in waiting if fault.is_at(step, phase)]:
-            waiting.remove(fault)  # before: a stopped process may be continued
+            waiting.remove(fault)  # removed first, because a stopped process may continue
             log.warning("%s: %s", FAULTS, fault)
             _happen(fault)
 
@@ -67,7 +66,7 @@ def planted_in_process(faults: Sequence[Fault], rank: int, attempt: int) -> Iter
     with status.listening(happen):
         yield
         for fault in waiting:
-            log.warning("%s planted a fault that did not come: %s", FAULTS, fault)
+            log.warning("%s planted a fault that did not happen: %s", FAULTS, fault)
 
 
 def _happen(fault: ProcessFault) -> None:
@@ -76,7 +75,7 @@ def _happen(fault: ProcessFault) -> None:
     if fault.kind == "oom":  # the real error of the real allocator
         torch.empty(_IMPOSSIBLE_BYTES, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
     if fault.kind == "hang":
-        while True:  # a signal handler that returns does not end it
+        while True:  # a signal handler that returns does not end the sleep
             time.sleep(3600)
     os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
@@ -92,10 +91,10 @@ class PlantedFaults:
 
     @contextlib.contextmanager
     def around(self, config: RunConfig, placement: Placement) -> Iterator[None]:
-        """Read them, and let those of the process happen while the context is open.
+        """Read the faults, and let faults of the process happen while the context is open.
 
         Raises:
-            ConfigError: one is not understood, or never comes.
+            ConfigError: a fault is not understood, or never happens.
         """
         steps, attempt = config.training.steps, placement.attempt
         self._faults = read_faults(os.environ, steps, placement.world_size, attempt)
@@ -103,7 +102,7 @@ class PlantedFaults:
             yield
 
     def prepare(self, loop: Loop) -> Loop:
-        """Plant those of numbers and of the disk. Every rank calls this."""
+        """Plant the faults of numbers and of the disk. Every rank calls this."""
         ends = [part for part in loop.state.parts if not isinstance(part.output, nn.Identity)]
         plant_in_loss(self._faults, loss_of(ends[0]) if ends else None, loop.world)
         if loop.checkpoints:
@@ -115,9 +114,9 @@ def before_write(faults: Sequence[Fault], rank: int, save: int) -> None:
     """Fail or sleep as a write of a checkpoint would.
 
     Args:
-        faults: all that are planted.
-        rank: this process.
-        save: of this process, from 1.
+        faults: all planted faults.
+        rank: rank of this process.
+        save: number of the save in this process, from 1.
 
     Raises:
         OSError: planted.
@@ -132,11 +131,11 @@ def before_write(faults: Sequence[Fault], rank: int, save: int) -> None:
 
 
 def plant_in_loss(faults: Sequence[Fault], loss: nn.Module | None, world: World) -> None:
-    """Plant the faults of numbers, as hooks, on the ranks that they are for. Every rank calls this.
+    """Plant the faults of numbers, as hooks, on their ranks. Every rank calls this.
 
     Args:
-        faults: all that are planted.
-        loss: of the model, see ``crius.models.layers``; None where another rank of a pipeline has it.
+        faults: all planted faults.
+        loss: loss of the model, see ``crius.models.layers``; None if another rank of a pipeline has it.
         world: all ranks.
 
     Raises:
@@ -150,9 +149,9 @@ def plant_in_loss(faults: Sequence[Fault], loss: nn.Module | None, world: World)
     for fault in in_numbers:
         if isinstance(fault, LossFault) and fault.rank is not None and fault.rank not in holders:
             raise ConfigError(
-                f"{FAULTS} is for rank {fault.rank}, which computes no loss.",
+                f"{FAULTS} is for rank {fault.rank}, which does not compute the loss.",
                 where=f"environment variable {FAULTS}",
-                why=f"ranks that do: {', '.join(map(str, holders))}",
+                why=f"ranks that compute it: {', '.join(map(str, holders))}",
                 fix=f"rank={holders[-1]}, or no rank for all of them",
             )
         if loss is None:
@@ -184,5 +183,5 @@ def _drop(fault: DropoutFault, loss: nn.Module, inputs: tuple[Any, ...]) -> tupl
         return inputs
     if not isinstance(hidden_BTD, DTensor):
         return F.dropout(hidden_BTD, fault.p), *others
-    dropped = F.dropout(hidden_BTD.to_local(), fault.p)  # a DTensor has no random numbers of its own on a CPU
+    dropped = F.dropout(hidden_BTD.to_local(), fault.p)  # on a CPU a DTensor has no random numbers of its own
     return DTensor.from_local(dropped, hidden_BTD.device_mesh, hidden_BTD.placements, run_check=False), *others

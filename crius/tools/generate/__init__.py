@@ -1,1 +1,1 @@
-"""``crius generate``: prompts in, text out, from a run, a checkpoint or a folder of Hugging Face."""
+"""``crius generate``: prompts in, text out, from a run, a checkpoint or a Hugging Face folder."""

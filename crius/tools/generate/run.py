@@ -19,15 +19,15 @@ from crius.tools.generate.stream import TextStream
 
 @dataclass
 class Answer:
-    """What follows one prompt.
+    """The continuation of one prompt.
 
     Attributes:
-        prompt: as it was given.
-        text: that was generated.
-        tokens: its ids, and the one that ended it.
-        log_probs: of the tokens, in nats, as the model gives them: at temperature 1, before top_k and top_p.
+        prompt: prompt as given.
+        text: generated text.
+        tokens: its ids, with the id that ended it.
+        log_probs: log-probabilities of the tokens, in nats, from the model: at temperature 1, before top_k and top_p.
         finish_reason: eos for a token that ends an answer, stop for a stop text, length for max_new_tokens.
-        tokens_per_second: from the first look at the prompt to the last token.
+        tokens_per_second: from the start of the prompt to the last token.
     """
 
     prompt: str
@@ -49,14 +49,14 @@ def answer(
     """Continue ``prompts`` together.
 
     Args:
-        source: the model and its words.
-        prompts: of one batch.
-        settings: of all.
-        first: the number of the first prompt among those of the command, which its draws hang on.
-        on_text: is given each text as it comes, and its prompt's place in the batch.
+        source: the model and its tokenizer.
+        prompts: prompts of one batch.
+        settings: settings of all prompts.
+        first: number of the first prompt in the command, which its random draws depend on.
+        on_text: receives each text as it comes, and the index of its prompt in the batch.
 
     Raises:
-        CriusError: a prompt cannot be encoded, or there is no room.
+        CriusError: a prompt cannot be encoded, or memory is too small.
     """
     ids = [source.encode(prompt, chat=settings.chat) for prompt in prompts]
     source.check_room(len(ids), max(map(len, ids)) + settings.max_new_tokens)
@@ -95,13 +95,13 @@ def answer(
     for row in range(len(answers)):
         if not answers[row].finish_reason:
             end(row, "length")
-            if streams[row].is_stopped:  # by what was held back
+            if streams[row].is_stopped:  # by text that was held back
                 answers[row].finish_reason = "stop"
     return answers
 
 
 def _pick(settings: Settings, numbers: range) -> Callable[[Tensor], Tensor]:
-    """Takes ids from logits; each of the prompts, which have these numbers, has draws of its own."""
+    """A function that takes ids from logits; each prompt, with its number, has random draws of its own."""
     if settings.temperature == 0:
         return lambda logits_BV: logits_BV.argmax(-1)
     draws = [torch.Generator().manual_seed(Random(f"{settings.seed}/{number}").getrandbits(63)) for number in numbers]
@@ -123,9 +123,9 @@ def answer_all(source: Source, prompts: Sequence[Prompt], settings: Settings, st
     """Answer ``prompts`` batch by batch and print the answers.
 
     Args:
-        source: the model and its words.
-        prompts: of the command.
-        settings: of all.
+        source: the model and its tokenizer.
+        prompts: prompts of the command.
+        settings: settings of all prompts.
         started: ``time.monotonic()`` at the start of the command.
         as_json: print a line of JSON for each prompt.
 
@@ -144,7 +144,7 @@ def answer_all(source: Source, prompts: Sequence[Prompt], settings: Settings, st
 def _print_batch(
     source: Source, batch: Sequence[Prompt], settings: Settings, first: int, started: float, *, is_alone: bool
 ) -> None:
-    """Answer and print: one prompt's answer as it comes, those of several one after the other."""
+    """Answer and print: a single prompt's answer as it comes, several answers one after the other."""
     is_stream = len(batch) == 1
     times: list[float] = []
 
@@ -153,7 +153,7 @@ def _print_batch(
         _write(head if settings.chat else f"{head}{batch[row].text}")
 
     def on_text(row: int, text: str) -> None:
-        if is_stream and not times:  # nothing is wrong with the prompt
+        if is_stream and not times:  # the prompt is valid
             begin(row)
         times.append(time.monotonic() - started)
         if is_stream:
@@ -172,6 +172,6 @@ def _print_batch(
 
 
 def _write(text: str, *, is_data: bool = False) -> None:
-    """Print at once; what acts on a terminal is escaped where it would."""
+    """Print at once; on a terminal, characters that act on it are escaped."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() and not is_data else text)
     sys.stdout.flush()

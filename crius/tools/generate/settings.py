@@ -1,4 +1,4 @@
-"""What is asked for: settings and prompts, checked before torch is imported."""
+"""Settings and prompts of a command, checked before torch is imported."""
 
 import json
 import sys
@@ -22,31 +22,31 @@ class Settings:
     """Most tokens of an answer."""
 
     temperature: float = 0.0
-    """Divides the logits; 0 takes the most probable token."""
+    """Number that divides the logits; 0 takes the most probable token."""
 
     top_k: int = 0
-    """Draw from so many of the most probable tokens. 0: from all."""
+    """Draw from this many of the most probable tokens. 0: from all."""
 
     top_p: float = 1.0
     """Draw from the fewest tokens whose probabilities sum to this. 1: from all."""
 
     stop: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = ()
-    """Text that ends an answer, which does not have it; repeat it for several."""
+    """Text that ends an answer and is not part of it; repeat it for several."""
 
     seed: int = 0
-    """Of the draws. Each prompt has draws of its own, whatever else is in its batch."""
+    """Seed of the random draws. Each prompt has draws of its own, independent of the others in its batch."""
 
     batch_size: int = 8
     """Prompts that are continued together."""
 
     chat: bool = False
-    """A prompt is what a user says: it goes through the tokenizer's chat template."""
+    """Treat a prompt as a user's message: put it into the tokenizer's chat template."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
+    """Device to compute on."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and computation. auto: bfloat16 on a GPU, else float32."""
+    """dtype of weights and computation. auto: bfloat16 on a GPU, else float32."""
 
     ranks: Annotated[int, Parameter(name="--parallelism.tensor_parallel_degree")] = 1
     """Processes of this host that share each layer."""
@@ -55,7 +55,7 @@ class Settings:
         """Compare all settings with their ranges.
 
         Raises:
-            ConfigError: names all settings that are out of range.
+            ConfigError: lists all settings that are out of range.
         """
         wrong = [
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "a number of at least 1"),
@@ -74,10 +74,10 @@ def refuse_out_of_range(settings: Iterable[tuple[str, object, bool, str]]) -> No
     """Report all settings that are out of their ranges together.
 
     Args:
-        settings: name, value, whether the value is in range, and what would be.
+        settings: name, value, whether the value is in range, and the range in words.
 
     Raises:
-        ConfigError: names all settings that are out of range.
+        ConfigError: lists all settings that are out of range.
     """
     problems = [
         ConfigError(f"--{name} {value} is out of range.", where="command line", fix=f"give {right}")
@@ -90,7 +90,7 @@ def refuse_out_of_range(settings: Iterable[tuple[str, object, bool, str]]) -> No
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued: a text, or for a chat the messages so far."""
+    """Input to continue: a text, or for a chat the messages so far."""
 
     text: str
     messages: tuple[Message, ...]
@@ -100,11 +100,12 @@ def read_prompts(texts: Sequence[str], file: str) -> list[Prompt]:
     """The prompts of a command line.
 
     Args:
-        texts: each is one.
-        file: a ``.jsonl`` file has one in each line, another file is one; ``-`` is standard input; empty: none.
+        texts: one prompt each.
+        file: a ``.jsonl`` file has one prompt per line, another file is one prompt; ``-`` is standard input; empty:
+            none.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there is no prompt.
         DataError: the file cannot be read.
     """
     prompts = [_prompt(text) for text in texts]

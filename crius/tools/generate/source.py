@@ -1,4 +1,4 @@
-"""What answers: a model with its weights on this process's device, its tokenizer, and what ends an answer."""
+"""The model that answers: its weights on this process's device, its tokenizer, and the tokens that end an answer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,17 +35,17 @@ Load = Callable[[Mapping[str, TensorSource], dict[str, Tensor]], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A model and its words.
+    """A model and its tokenizer.
 
     Attributes:
-        weights: that it was read from.
-        model: holds this rank's part of the weights.
-        facts: of the model.
-        tokenizer: of its ids.
+        weights: weights that the model was read from.
+        model: model with this rank's part of the weights.
+        facts: description of the model.
+        tokenizer: tokenizer of its ids.
         ends: ids that end an answer.
-        chat_template: of the tokenizer; empty where it has none.
-        special: names of special tokens, such as ``bos_token``, as a template calls them.
-        ranks: that share the model.
+        chat_template: chat template of the tokenizer; empty if it has none.
+        special: special tokens by the names that a template uses, such as ``bos_token``.
+        ranks: ranks that share the model.
     """
 
     weights: Weights
@@ -58,10 +58,10 @@ class Source:
     ranks: int
 
     def encode(self, prompt: Prompt, *, chat: bool) -> list[int]:
-        """Ids of a prompt, at least one: what begins a document, where it is empty.
+        """Ids of a prompt, at least one: an empty prompt is the token that begins a document.
 
         Raises:
-            DataError: it cannot be encoded, or its chat template cannot be rendered.
+            DataError: the prompt cannot be encoded, or its chat template cannot be rendered.
         """
         tokenizer = self.tokenizer
         if chat:
@@ -73,7 +73,7 @@ class Source:
         return ids or [tokenizer.eos_id]
 
     def check_room(self, batch: int, tokens: int) -> None:
-        """Whether the keys and values of a batch fit into memory.
+        """Check that the keys and values of a batch fit into memory.
 
         Raises:
             EnvironmentError: they do not.
@@ -98,18 +98,18 @@ def read_source(
     load: Load = load_whole,
     linear: Literal["auto", "torch"] = "auto",
 ) -> Source:
-    """The model of a run folder, a checkpoint or a folder of Hugging Face.
+    """The model of a run folder, a checkpoint or a Hugging Face folder.
 
     Args:
-        path: of it.
-        settings: that were checked.
-        local_rank: of this process.
-        split: leaves this rank its part of the model, before it takes memory.
-        load: fills what it left.
+        path: path of the source.
+        settings: settings that were checked.
+        local_rank: local rank of this process.
+        split: keeps only this rank's part of the model, before it takes memory.
+        load: fills that part.
         linear: kernel of linear layers, as in ``[kernels]``.
 
     Raises:
-        CriusError: it cannot be read, or does not answer with these settings.
+        CriusError: the model cannot be read, or cannot answer with these settings.
     """
     weights = open_weights(path)
     facts = weights.facts
@@ -125,7 +125,8 @@ def read_source(
 
 
 class _Undrawn(TorchFunctionMode):
-    """Modules that are built inside draw no weights: on the meta device the first draw imports torch's compiler."""
+    """Modules that are built in this context draw no weights: on the meta device the first draw imports torch's
+    compiler."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", "") == "torch.nn.init":
@@ -143,11 +144,11 @@ def build_decoder(
     """The model of ``weights``, without gradients; ``dtype`` auto: bfloat16 on a GPU, else float32.
 
     Args:
-        weights: that were opened.
+        weights: opened weights.
         dtype: torch's name of a dtype, or auto.
         device: gets the weights.
         split: leaves this rank its part of the model, before it takes memory.
-        load: fills what it left.
+        load: fills that part.
 
     Raises:
         CriusError: the weights cannot be read.
@@ -163,7 +164,7 @@ def build_decoder(
 
 
 def _words(place: str, tokenizer: Tokenizer) -> tuple[dict[str, str], frozenset[int]]:
-    """Special tokens by the names that templates have for them, and ids that end an answer."""
+    """Special tokens by their names in templates, and ids that end an answer."""
     special = special_tokens(place)
     told = read_object(place, "generation_config.json").get("eos_token_id")
     ends = {one for one in (told if isinstance(told, list) else [told]) if type(one) is int}
@@ -176,7 +177,7 @@ def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Toke
     if not weights.tokenizer or facts.vocab_size < tokenizer.vocab_size:
         problems.append(
             ConfigError(
-                f"the tokenizer of {path} has {tokenizer.vocab_size:,} ids, and the model {facts.vocab_size:,} rows."
+                f"the tokenizer of {path} has {tokenizer.vocab_size:,} ids, the model only {facts.vocab_size:,} rows."
                 if weights.tokenizer
                 else f"{path} has no tokenizer.",
                 where="SRC",
@@ -188,8 +189,8 @@ def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Toke
             ConfigError(
                 f"{path} has no chat template.",
                 where="--chat",
-                why="its tokenizer brings none, as that of a model that was not trained on chats",
-                fix="leave out --chat, or put a chat_template.jinja beside its tokenizer.json",
+                why="its tokenizer has none, like that of any model that was not trained on chats",
+                fix="leave out --chat, or put a chat_template.jinja next to its tokenizer.json",
             )
         )
     ranks, config = settings.ranks, facts.config
@@ -211,7 +212,7 @@ def _indivisible(what: str, ranks: int) -> ConfigError:
 
 
 def choose_kernels(device: torch.device, linear: Literal["auto", "torch"]) -> None:
-    """Pointwise kernels are torch's own: the others save memory for a backward, which nobody calls here."""
+    """Choose torch's own pointwise kernels: the others save memory only for a backward, which is never called here."""
     on_gpu = device.type == "cuda"
     choice.apply(
         choice.resolve(

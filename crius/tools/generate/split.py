@@ -25,12 +25,12 @@ _TIMEOUT_SECONDS = 600
 
 
 def run_split(path: str, prompts: Sequence[Prompt], settings: Settings, started: float, *, as_json: bool) -> int:
-    """Answer ``prompts`` in ``settings.ranks`` workers, of which the first prints; returns the exit code.
+    """Answer ``prompts`` in ``settings.ranks`` workers; the first one prints. Returns the exit code.
 
     Args:
-        path: of a run, a checkpoint or a folder of Hugging Face.
-        prompts: of the command.
-        settings: that were checked.
+        path: run, checkpoint or Hugging Face folder.
+        prompts: prompts of the command.
+        settings: settings that were checked.
         started: ``time.monotonic()`` at the start of the command.
         as_json: print a line of JSON for each prompt.
     """

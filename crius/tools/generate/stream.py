@@ -1,27 +1,27 @@
-"""Text from ids as they come: whole characters only, and nothing of a text that ends the answer."""
+"""Text from ids as they come: only whole characters, and no part of a text that ends the answer."""
 
 from collections.abc import Sequence
 
 from crius.data.tokenizer import Tokenizer
 
 _CONTEXT = 5
-"""Ids before the newest one by which it is read: some tokenizers write a space by what stands before it."""
+"""Ids before the newest id that are decoded with it: some tokenizers write a space that depends on them."""
 
 _LONGEST = 4
-"""Bytes of a character in UTF-8, each of which may be an id."""
+"""Most bytes of a character in UTF-8; each byte may be an id."""
 
 
 class TextStream:
     """The text that continues a prompt.
 
     Args:
-        tokenizer: of the ids.
-        prompt: ids that come before.
+        tokenizer: tokenizer of the ids.
+        prompt: ids before the text.
         stops: texts that end it.
 
     Attributes:
-        text: all that was given out.
-        is_stopped: one of ``stops`` came; it and what follows it are not in ``text``.
+        text: text so far, without text that is held back.
+        is_stopped: whether one of ``stops`` came; it and the text after it are not in ``text``.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
@@ -32,24 +32,24 @@ class TextStream:
         self.text, self.is_stopped = "", False
 
     def push(self, token_id: int) -> str:
-        """Text that is new with one more id; empty while a character, or what may become a stop text, is not whole."""
+        """New text after one more id; empty while a character, or a possible stop text, is incomplete."""
         self._ids.append(token_id)
         new = self._new()
-        if new.endswith("\ufffd"):  # may be the beginning of a character
+        if new.endswith("\ufffd"):  # may be the first bytes of a character
             return ""
         self._ids = self._end_of(self._ids)
         self._told = len(self._ids)
         return self._give(new)
 
     def finish(self) -> str:
-        """What was held back, when no more ids come."""
+        """The text that was held back, when no more ids come."""
         given = "" if self.is_stopped else self._give(self._new())
         rest, self._held = ("" if self.is_stopped else self._held), ""
         self.text += rest
         return given + rest
 
     def _end_of(self, ids: Sequence[int]) -> list[int]:
-        """The last ids, from the beginning of a character on: decoders take a run of bytes as a whole."""
+        """The last ids, from the beginning of a character on: decoders treat a run of bytes as a whole."""
         longest = max(0, len(ids) - _CONTEXT)
         starts = range(longest, max(-1, longest - _LONGEST), -1)
         whole = (start for start in starts if not self._tokenizer.decode(ids[start:]).startswith("\ufffd"))
@@ -73,5 +73,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)

@@ -1,1 +1,1 @@
-"""Which layout to take: memory and time of a step in closed form, a search over layouts, and how far to trust it."""
+"""Which layout to use: memory and time of a step in closed form, a search over layouts, and the accuracy of both."""

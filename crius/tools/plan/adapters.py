@@ -1,6 +1,6 @@
-"""What a rank holds under LoRA: a frozen base without gradients, and adapters with all that training takes. Torch-free.
+"""Memory of a rank under LoRA: a frozen base without gradients, and adapters with all that training needs. Torch-free.
 
-Adapters are counted as the weights of a model are, by ``peaks``; the base lies beside them, and FSDP gathers it.
+``peaks`` counts adapters like the weights of a model; the base is in addition, and FSDP gathers it.
 """
 
 import math
@@ -23,18 +23,18 @@ from crius.tools.plan.peaks import Activations, LossBytes, Moment, peak, waits_f
 from crius.tools.plan.workload import Workload
 
 _UNPACKED_BYTES = 6
-"""Of a number of the largest layer in fewer bits while it is multiplied: in float32, and as it is multiplied or as the
-codes were widened."""
+"""Bytes per number of the largest layer in fewer bits while it is multiplied: in float32, and in the dtype of the
+matmul or of the widened codes."""
 
 
 class Kept(NamedTuple):
-    """What a layer keeps for its backward where not all of its weights have a gradient; means over the layers.
+    """Numbers that a layer keeps for its backward if not all of its weights have a gradient; means over the layers.
 
     Attributes:
-        inputs: inputs of the first linear layers of attention and feed-forward; 2 where all weights are trained.
-        products: of 1, the input of the last linear layer of the feed-forward.
-        adapters: numbers of a token that adapters have made of their inputs.
-        first: share of the layers that need no gradient of their input.
+        inputs: inputs of the first linear layers of attention and feed-forward; 2 if all weights are trained.
+        products: share of the input of the feed-forward's last linear layer that is kept, in [0, 1].
+        adapters: numbers per token that adapters computed from their inputs.
+        first: share of the layers whose input needs no gradient.
     """
 
     inputs: float = 2.0
@@ -44,7 +44,7 @@ class Kept(NamedTuple):
 
 
 def kept_by(workload: Workload) -> Kept:
-    """What the layers of ``workload`` keep."""
+    """Numbers that the layers of ``workload`` keep."""
     model, adapted = workload.model, workload.model.adapted
     if adapted is None:
         return Kept()
@@ -61,12 +61,12 @@ def kept_by(workload: Workload) -> Kept:
 
 
 def every_other(workload: Workload, layer: Layer) -> float:
-    """Numbers of a token that ``selective`` keeps more: of all matmuls every second, those of adapters among them."""
+    """Further numbers per token that ``selective`` keeps: every second of all matmuls, with those of adapters."""
     model, adapted, tp = workload.model, workload.model.adapted, workload.layout.tp
     assert adapted is not None
     widths: list[float] = []
     plain: list[float] = []
-    for weight in sorted(layer.weights, key=lambda weight: weight.name.endswith("w2.weight")):  # which comes last
+    for weight in sorted(layer.weights, key=lambda weight: weight.name.endswith("w2.weight")):  # w2 comes last
         if weight.kind == "linear":
             width = split_tensor(model, weight.within("layers.0"), tp).rows
             plain.append(width)
@@ -77,12 +77,12 @@ def every_other(workload: Workload, layer: Layer) -> float:
 
 
 def base_bytes(workload: Workload, weights: Iterable[Described], shards: int) -> float:
-    """Bytes of frozen ``weights`` that the fullest of ``shards`` ranks has."""
+    """Bytes of frozen ``weights`` on the fullest of ``shards`` ranks."""
     total = 0.0
     for weight in weights:
         if weight.kind == "linear" and is_quantized(LoraConfig(rank=1, base=workload.lora_base), weight.shape):
             total += sum(_rows(rows, shards) * nbytes for rows, nbytes in _kept(weight, workload.lora_base))
-        elif weight.kind == "expert":  # FSDP splits it over the tensor-parallel ranks too, and gathers those of a rank
+        elif weight.kind == "expert":  # FSDP splits it over the tensor-parallel ranks too, and gathers a rank's experts
             split = shards * workload.layout.tp if shards > 1 else workload.layout.ep
             total += weight.numel / split * workload.param_bytes
         else:
@@ -92,7 +92,7 @@ def base_bytes(workload: Workload, weights: Iterable[Described], shards: int) ->
 
 
 def _kept(weight: Described, base: str) -> list[tuple[int, int]]:
-    """Rows of each tensor that is kept of a weight, and bytes of a row (``crius.quantize.frozen``)."""
+    """Rows of each stored tensor of a weight, and bytes per row (``crius.quantize.frozen``)."""
     out_features, in_features = weight.shape
     if base == "int8":
         return [(out_features, in_features), (out_features, 4)]
@@ -105,7 +105,7 @@ def _rows(rows: int, shards: int) -> int:
 
 
 def adapters_held(workload: Workload, rank: int) -> Held:
-    """The adapters that pipeline rank ``rank`` trains; each of its layers counts as the mean of them."""
+    """The adapters of pipeline rank ``rank``; each of its layers counts as the mean of them."""
     model, layers, shards = workload.model, rank_layers(workload, rank), workload.layout.fsdp
     spans = [range(*span) for span in layers.dense_spans + layers.expert_spans]
     units = {f"layers.{index}" for span in spans for index in span}
@@ -136,13 +136,13 @@ def frozen(workload: Workload, rank: int) -> tuple[float, float, float]:
 
 
 def casts(workload: Workload, held: Held) -> float:
-    """Bytes of the adapters as they are multiplied, which a layer that is not recomputed keeps."""
+    """Bytes of the adapters in the dtype of the matmul, which a layer keeps if it is not recomputed."""
     is_kept = workload.activation_checkpoint == "none" and workload.param_bytes < workload.weight_bytes
     return held.whole * workload.param_bytes * is_kept
 
 
 def waiting(workload: Workload, rank: int) -> float:
-    """Bytes of the last layer, gathered for its backward when that of the output layer begins."""
+    """Bytes of the last layer, gathered for its backward when the backward of the output layer begins."""
     if not waits_for_loss(workload):
         return 0.0
     unit = f"layers.{workload.model.num_layers - 1}"
@@ -151,16 +151,16 @@ def waiting(workload: Workload, rank: int) -> float:
 
 
 def adapted_peak(workload: Workload, rank: int, loss: LossBytes, activations: Activations) -> Moment:
-    """The moment at which a pipeline rank holds most.
+    """The moment of the peak memory of a pipeline rank.
 
     Args:
-        workload: what it computes.
-        rank: of the pipeline.
-        loss: what the loss takes, without a gradient of the output layer.
-        activations: of a microbatch.
+        workload: computed work.
+        rank: pipeline rank.
+        loss: bytes of the loss, without a gradient of the output layer.
+        activations: activations of a microbatch.
     """
     held = adapters_held(workload, rank)
-    # adapters are gathered as they are stored
+    # adapters are gathered in the dtype in which they are stored
     trained = replace(workload, param_bytes=workload.weight_bytes, model=replace(workload.model, adapted=None))
     most = peak(trained, held, loss, activations)
     stored, gathered, whole = frozen(workload, rank)

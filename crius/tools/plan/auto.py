@@ -1,4 +1,4 @@
-"""``parallelism.auto``: the layout of a run, found before anything starts. Torch-free."""
+"""``parallelism.auto``: chooses the layout of a run before anything starts. Torch-free."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ FILLED = (
     "parallelism.pipeline_parallel_schedule",
     "parallelism.pipeline_parallel_stages_per_rank",
 )
-"""Fields that it fills where nobody gave them; a degree that somebody gave is refused. None changes the loss curve."""
+"""Fields that it fills if they were not given; a given degree is refused. None of them changes the loss curve."""
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _DRY_RUN_GPU = "h100-80g"
@@ -39,9 +39,9 @@ class Filled:
     """The layout of a run.
 
     Attributes:
-        overrides: the fields that were filled, and ``parallelism.auto`` off, so that the run's TOML is this layout
-            wherever it is read.
-        lines: what was chosen and why.
+        overrides: fields that were filled, and ``parallelism.auto`` off, so that the run's TOML means this layout
+            everywhere.
+        lines: the choices and their reasons.
     """
 
     overrides: dict[str, Any]
@@ -59,10 +59,10 @@ def fill(
 
     Args:
         config: the run, with its dtypes decided.
-        facts: of its model.
-        hardware: of each rank.
-        num_ranks: that there are.
-        origin: where the value of a dotted field came from.
+        facts: description of its model.
+        hardware: hardware of each rank.
+        num_ranks: available ranks.
+        origin: gives the origin of a dotted field's value.
 
     Raises:
         ConfigError: degrees were given as well.
@@ -72,11 +72,11 @@ def fill(
     if given:
         named = ", ".join(f"--{name} ({origin(name)})" for name in given)
         raise ConfigError(
-            f"{FLAG} chooses all degrees, and some were given as well: {named}.",
+            f"{FLAG} chooses all degrees, but some were given: {named}.",
             where=f"--{FLAG} ({origin(FLAG)})",
             fix=f"leave out {', '.join(f'--{name}' for name in given)}, or leave out --{FLAG}",
         )
-    if config.training.global_batch_size == -1:  # as on so many ranks without a flag: it decides the curve
+    if config.training.global_batch_size == -1:  # as on this many ranks without a flag: it decides the curve
         unit = num_ranks * max(1, config.training.local_batch_size)
         total = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
         config = replace_fields(config, {"training.global_batch_size": total})
@@ -95,19 +95,19 @@ def fill(
     head = (
         f"{work.layout} on {num_ranks} x {hardware.name}, {work.num_microbatches} microbatches of {work.microbatch}, "
         f"activation checkpoint {work.activation_checkpoint}: {winner.memory.total / GIB:.2f} GiB and "
-        f"{winner.tokens_per_second:,.0f} tokens/s a rank planned"
+        f"{winner.tokens_per_second:,.0f} tokens/s per rank planned"
     )
     return Filled(overrides={**chosen, FLAG: False}, lines=[f"auto: {line}" for line in (head, *reasons)])
 
 
 def hardware_here(*, on_gpu: bool, num_ranks: int, local_ranks: int, is_dry: bool) -> Hardware:
-    """What each rank of a run on this machine has.
+    """Hardware of each rank of a run on this machine.
 
     Args:
-        on_gpu: it is on GPUs, or stands for one that is.
-        num_ranks: of the run.
-        local_ranks: of them here.
-        is_dry: nothing is started: GPUs that are not here are taken for H100s.
+        on_gpu: whether the run, or the run that it stands for, is on GPUs.
+        num_ranks: ranks of the run.
+        local_ranks: ranks on this machine.
+        is_dry: whether nothing is started; then missing GPUs count as H100s.
 
     Raises:
         ConfigError: the GPU is not known.
@@ -123,14 +123,14 @@ def hardware_here(*, on_gpu: bool, num_ranks: int, local_ranks: int, is_dry: boo
         raise ConfigError(
             f"{FLAG} does not know the GPU {name or 'of this machine'}.",
             where=f"--{FLAG}",
-            why="a layout is chosen by the memory and the speed of the GPUs",
+            why="the choice depends on the memory and the speed of the GPUs",
             fix="crius plan --calibrate measures it once; or give the degrees: crius plan --help",
         )
     return replace(found, gpus_per_node=local_ranks) if local_ranks < num_ranks else found
 
 
 def gpu_name(root: Path = _GPUS) -> str:
-    """The first GPU of this machine by its driver's name, without torch; empty where the driver does not say."""
+    """The driver's name of this machine's first GPU, without torch; empty if the driver does not report it."""
     for file in sorted(root.glob("*/information")):
         model = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
         if model:

@@ -1,4 +1,4 @@
-"""A run's measured speed and memory beside its plan. Torch-free."""
+"""A run's measured speed and memory, and its plan. Torch-free."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import CRIUS, Estimate, Workload, from_config
 from crius.units import GIB
 
-# Of the rows of benchmarks/planner/measurements.csv
+# Ranges of the rows of benchmarks/planner/measurements.csv
 GENERATIONS = ("ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3")
 PARAMETERS = (0.3e9, 700e9)
 GPUS = 2048
@@ -33,12 +33,12 @@ UNMEASURED = ("rtx-4090", "a10g", "l4", "cpu", "h100-pcie", "h100-nvl", "h800", 
 
 
 def is_narrow_on_cpu(workload: Workload, hardware: Hardware) -> bool:
-    """Whether a CPU computes in fewer bits than the runs that calibrate it: elementwise operations convert there."""
+    """Whether a CPU computes in fewer bits than its calibration runs did: elementwise operations then convert."""
     return hardware.generation == "cpu" and workload.precision != "float32"
 
 
 def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
-    """Why no published measurement supports a plan of ``workload`` on ``hardware``; empty where they do."""
+    """Why no published measurement supports a plan of ``workload`` on ``hardware``; empty if there are measurements."""
     model, layout = workload.model, workload.layout
     reasons = []
     is_measured = hardware.generation in GENERATIONS and hardware.name not in UNMEASURED
@@ -46,22 +46,22 @@ def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
         reasons.append(f"no measurement on {hardware.name}: crius plan --calibrate")
     parameters = model_parameters(model)
     if not PARAMETERS[0] <= parameters <= PARAMETERS[1] and not hardware.measured:
-        reasons.append(f"{parameters / 1e9:.3g} billion parameters: measured are 0.3 to 700")
+        reasons.append(f"{parameters / 1e9:.3g} billion parameters: the measured range is 0.3 to 700")
     if is_narrow_on_cpu(workload, hardware):
-        reasons.append(f"{workload.precision} on a CPU, where it was measured to be 2.5 times slower than planned")
+        reasons.append(f"{workload.precision} on a CPU, which was measured to be 2.5 times slower than planned")
     if layout.num_ranks > GPUS:
-        reasons.append(f"{layout.num_ranks} GPUs: measured are up to {GPUS}")
+        reasons.append(f"{layout.num_ranks} GPUs: measured up to {GPUS}")
     if not SEQ_LEN[0] <= workload.seq_len <= SEQ_LEN[1] and not hardware.measured:
-        reasons.append(f"sequences of {workload.seq_len} tokens: measured are {SEQ_LEN[0]} to {SEQ_LEN[1]}")
+        reasons.append(f"sequences of {workload.seq_len} tokens: measured from {SEQ_LEN[0]} to {SEQ_LEN[1]}")
     for axis, most in DEGREES.items():
         degree = getattr(layout, axis)
         if degree > most:
-            reasons.append(f"{axis} {degree}: measured is up to {most}")
+            reasons.append(f"{axis} {degree}: measured up to {most}")
     if layout.fsdp > SHARDS:
-        reasons.append(f"weights in {layout.fsdp} shards: measured are up to {SHARDS}")
+        reasons.append(f"weights in {layout.fsdp} shards: measured up to {SHARDS}")
     if layout.pp == 1 and parameters / layout.tp > WITHOUT_PIPELINE:
         whole, measured = parameters / layout.tp / 1e9, WITHOUT_PIPELINE / 1e9
-        reasons.append(f"FSDP of {whole:.0f} billion parameters without a pipeline: measured are up to {measured:.0f}")
+        reasons.append(f"FSDP of {whole:.0f} billion parameters without a pipeline: measured up to {measured:.0f}")
     if layout.pp > 1 and workload.schedule not in SCHEDULES:
         reasons.append(f"no measurement of schedule {workload.schedule}")
     if workload.cpu_offload:
@@ -77,7 +77,7 @@ def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
         if workload.reshard not in ("default", "always", "never"):
             reasons.append("no measurement of partial resharding")
         if model.num_experts:
-            reasons.append("no measurement of Crius with experts: their time is that of torchtitan's")
+            reasons.append("no measurement of Crius with experts: the planned time is torchtitan's")
     return reasons
 
 
@@ -86,21 +86,21 @@ LEAST_PART = 0.01
 
 
 def hardware_of_machine(machine: Machine) -> Hardware | None:
-    """What a rank has: as calibrated, else as known by name; None where neither is."""
+    """Hardware of a rank: as calibrated, or else as known by name; None if neither is known."""
     found = of_machine(machine.name)
     return shared(found, machine.local_ranks) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What a run should take.
+    """Planned memory and time of a run.
 
     Attributes:
-        machine: where it is.
-        hardware: what the plan is for; None: unknown, and with it the time.
-        workload: of a step.
-        memory: bytes of the fullest rank, counted as the run reports its peak.
-        time: seconds of a step; None where the hardware is not known, or not how fast it is in this precision.
+        machine: machine of the run.
+        hardware: planned hardware; None if unknown, and then the time is unknown too.
+        workload: work of a step.
+        memory: bytes of the fullest rank, counted like the peak that the run reports.
+        time: seconds of a step; None if the hardware, or its speed in this precision, is not known.
     """
 
     machine: Machine
@@ -111,11 +111,11 @@ class RunPlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of one rank."""
+        """Tokens per second of one rank."""
         return self.workload.tokens_per_rank / self.time.total if self.time else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``plan.json``."""
+        """Data for ``plan.json``."""
         return {
             "machine": asdict(self.machine),
             "hardware": self.hardware.name if self.hardware else None,
@@ -131,10 +131,10 @@ def plan_run(config: RunConfig, facts: ModelDescription, machine: Machine, hardw
     """The plan of ``config``.
 
     Args:
-        config: the run, with everything decided that the machine decides.
-        facts: of its model.
-        machine: where it is.
-        hardware: of each rank; None: unknown.
+        config: the run, with all decisions of the machine.
+        facts: description of its model.
+        machine: machine of the run.
+        hardware: hardware of each rank; None if unknown.
     """
     workload = from_config(config, facts, machine.ranks, device="cuda" if machine.on_gpu else "cpu")
     timed = None if hardware and is_narrow_on_cpu(workload, hardware) else hardware
@@ -156,23 +156,23 @@ def summed(parts: Mapping[str, float], unit: float, digits: int = 2) -> str:
 
 
 PLAN = "plan.json"
-"""In the folder of a run: what its settings do not say of it."""
+"""File in the folder of a run with facts that its settings lack."""
 
 WARM_STEPS = 5
-"""At the start of a run and after it goes on: compilation and first allocations are in them."""
+"""Steps at the start and after a resume, which compile and allocate."""
 
 LEAST_STEPS = 5
-"""Measured steps below which no speed is compared."""
+"""Fewest measured steps for a comparison of speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run reported.
+    """Measurements that a run reported.
 
     Attributes:
-        steps: that count: all but the first ones.
-        tokens_per_second: of one rank, the median of the reports; None where there are too few.
-        memory_bytes: peak of rank 0; None where nothing was reported.
+        steps: counted steps: all except the first ones.
+        tokens_per_second: tokens per second of one rank, the median of the reports; None if there are too few.
+        memory_bytes: peak of rank 0; None if nothing was reported.
     """
 
     steps: int
@@ -181,18 +181,18 @@ class Measured:
 
 
 class Reports:
-    """Gathers what the records of a run say of speed and memory."""
+    """Collects speed and memory from the records of a run."""
 
     def __init__(self) -> None:
         self._last: int | None = None
         self._ready = 0
-        self._rates: list[float] = []  # one of each step
+        self._rates: list[float] = []  # one per step
         self._memory: float | None = None
 
     def add(self, record: Mapping[str, Any]) -> int:
-        """Count one record of steps; returns how many of its steps are past the first ones, all of them or none."""
+        """Count one record of steps; returns how many of its steps are after the first ones: all or none."""
         step = int(record["step"])
-        if self._last is None or step <= self._last:  # it begins, or goes on from a checkpoint
+        if self._last is None or step <= self._last:  # the run begins, or resumes from a checkpoint
             self._ready, self._last = step - 1 + WARM_STEPS, step - 1
         steps, first = step - self._last, self._last
         self._last = step
@@ -203,30 +203,30 @@ class Reports:
         return steps
 
     def measured(self) -> Measured:
-        """So far."""
+        """Measurements so far."""
         rate = statistics.median(self._rates) if len(self._rates) >= LEAST_STEPS else None
         return Measured(steps=len(self._rates), tokens_per_second=rate, memory_bytes=self._memory)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A plan and what came of it."""
+    """A plan and the measurements of its run."""
 
     plan: RunPlan
     measured: Measured
 
     @property
     def speed_error(self) -> float | None:
-        """Planned tokens/s as a share of the measured ones, less 1; None where one of them is not known."""
+        """Planned over measured tokens/s, minus 1; None if one of them is not known."""
         return _error(self.plan.tokens_per_second, self.measured.tokens_per_second)
 
     @property
     def memory_error(self) -> float | None:
-        """Likewise of memory; None too where the machine is not known, whose processes hold more than tensors."""
+        """The same for memory; also None if the machine is not known, because its processes have more than tensors."""
         return _error(self.plan.memory.total if self.plan.hardware else None, self.measured.memory_bytes)
 
     def lines(self) -> list[str]:
-        """Both, and what the plan consists of."""
+        """Lines with both, and the parts of the plan."""
         plan = self.plan
         found = [self.line(), f"planned memory: {summed(plan.memory.parts, GIB)} GiB ({plan.memory.note})"]
         if plan.time:
@@ -257,7 +257,7 @@ class Comparison:
         return "; ".join([*parts, f"on {hardware.name}"])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; errors are fractions."""
+        """Data for JSON; errors are fractions."""
         return {
             "plan": self.plan.as_dict(),
             "measured": {
@@ -275,7 +275,7 @@ def _error(planned: float | None, measured: float | None) -> float | None:
 
 
 def measured_of(records: Iterable[Mapping[str, Any]]) -> Measured:
-    """What the records of ``metrics.jsonl`` say."""
+    """Measurements in the records of ``metrics.jsonl``."""
     reports = Reports()
     for record in records:
         if "tokens_per_second_per_rank" in record:
@@ -284,7 +284,7 @@ def measured_of(records: Iterable[Mapping[str, Any]]) -> Measured:
 
 
 def _records(text: str) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``, but for a last one that is still being written."""
+    """The lines of ``metrics.jsonl``, without a last one that is still being written."""
     *whole, last = text.split("\n")
     found = [json.loads(line) for line in whole]
     with contextlib.suppress(ValueError):
@@ -295,16 +295,16 @@ def _records(text: str) -> list[dict[str, Any]]:
 def compare_run(
     run_dir: Path, config: RunConfig, facts: ModelDescription, hardware: Hardware | None = None
 ) -> Comparison:
-    """The plan of the run in ``run_dir`` and what it measured.
+    """The plan of the run in ``run_dir`` and its measurements.
 
     Args:
-        run_dir: with ``plan.json`` and ``metrics.jsonl``.
-        config: of its ``run.toml``.
-        facts: of its model.
-        hardware: that it is planned for; None: of the machine that it ran on.
+        run_dir: folder with ``plan.json`` and ``metrics.jsonl``.
+        config: config in its ``run.toml``.
+        facts: description of its model.
+        hardware: planned hardware; None: the machine that the run used.
 
     Raises:
-        ConfigError: the folder has no such files, or they are damaged.
+        ConfigError: the folder lacks these files, or they are damaged.
     """
     try:
         told = json.loads((run_dir / PLAN).read_text(encoding="utf-8"))
@@ -316,7 +316,7 @@ def compare_run(
             f"{run_dir} cannot be compared with its plan: {error}.",
             where="--compare",
             why=f"a run writes {PLAN} when it starts and metrics.jsonl after its steps",
-            fix="name the folder of a run that has trained, such as runs/NAME",
+            fix="give the folder of a run that has trained, such as runs/NAME",
         ) from None
     if config.activation_checkpoint.mode == "auto":
         config = replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=mode))

@@ -33,10 +33,10 @@ from crius.tools.plan.workload import MODES, MOMENT_BYTES, Workload
 from crius.units import GIB
 
 WHY = {
-    "tp": "splits each layer within a node, where a rank's batch or a layer's own buffers are too large",
-    "pp": "splits the layers over nodes, where gathering weights costs more than the bubble",
-    "cp": "splits a sequence, where its activations do not fit",
-    "ep": "splits the experts, within a node's links where it can",
+    "tp": "splits each layer within a node, if a rank's batch or a layer's own buffers are too large",
+    "pp": "splits the layers over nodes, if gathering weights takes more time than the bubble",
+    "cp": "splits a sequence, if its activations do not fit",
+    "ep": "splits the experts, within a node's links if possible",
     "dp_replicate": "keeps gathers within a smaller group and reduces gradients over replicas",
 }
 
@@ -59,12 +59,14 @@ def explain(found: Found, winner: Candidate | None) -> list[str]:
     lines += _options(case, winner)
     lines += [_axis(found, winner, axis) for axis in AXES if axis != "ep" or case.shape.num_experts]
     workload = winner.workload
-    pipeline = f", {workload.schedule} with {workload.stages_per_rank} stages a rank" if workload.layout.pp > 1 else ""
+    pipeline = (
+        f", {workload.schedule} with {workload.stages_per_rank} stages per rank" if workload.layout.pp > 1 else ""
+    )
     return [
         *lines,
         f"Taken: {workload.layout}{pipeline}, microbatches x sequences {workload.num_microbatches} x "
         f"{workload.microbatch}, activation checkpointing {workload.activation_checkpoint}: "
-        f"{winner.tokens_per_second:,.0f} tokens/s a GPU, {winner.memory.total / GIB:.1f} GiB.",
+        f"{winner.tokens_per_second:,.0f} tokens/s per GPU, {winner.memory.total / GIB:.1f} GiB.",
     ]
 
 
@@ -80,7 +82,7 @@ def _size(case: Case) -> Iterator[str]:
     yield (
         f"{case.shape.name} has {in_words(parameters)} parameters. Weights, gradients and the optimizer's "
         f"state take {each} bytes of each: {whole:,.1f} GiB, {whole / case.num_gpus:,.2f} GiB on each of "
-        f"{case.num_gpus} GPUs where FSDP splits them."
+        f"{case.num_gpus} GPUs if FSDP splits them."
     )
     yield (
         f"A plan may take {usable_bytes(case.hardware) / GIB:.1f} of the {case.hardware.memory_bytes / GIB:.0f} GiB of "
@@ -114,7 +116,7 @@ def _start(found: Found) -> Iterator[str]:
     ]
     yield (
         f"Start with pure FSDP: it fits, with activation checkpointing {workload.activation_checkpoint}, the least "
-        f"that does (GiB: {', '.join(needs)}), at {fitting.tokens_per_second:,.0f} tokens/s a GPU."
+        f"that does (GiB: {', '.join(needs)}), at {fitting.tokens_per_second:,.0f} tokens/s per GPU."
     )
 
 
@@ -127,7 +129,7 @@ def _options(case: Case, winner: Candidate) -> Iterator[str]:
         yield _gain("float8", winner, judge(replace(one, **BFLOAT16), hardware))
     elif one.precision == "bfloat16" and one.compile and hardware.float8_flops:
         speed = judge(_in_float8(one), hardware).tokens_per_second / winner.tokens_per_second - 1
-        worth = "it changes numbers, so it has to be asked for: --precision float8" if speed > 0 else "so it stays off"
+        worth = "it changes numbers, so it must be asked for: --precision float8" if speed > 0 else "so it stays off"
         yield f"float8 would change the speed by {speed:+.1%}; {worth}."
     if one.async_tp:
         yield _gain("Async TP", winner, judge(replace(one, async_tp=False), hardware))
@@ -187,7 +189,7 @@ def _axis(found: Found, winner: Candidate, axis: str) -> str:
     if gain > -TIE:
         return (
             f"{name} is not taken: {other.workload.layout} would change the speed by {gain:+.1%}, within the "
-            f"{TIE:.0%} that the model does not tell apart."
+            f"{TIE:.0%} error of the model."
         )
     return f"{name} is not taken: {other.workload.layout} is {why_slower(other, winner)}."
 
@@ -227,7 +229,7 @@ class Neighbour:
 
 def neighbours(case: Case, winner: Candidate) -> list[Neighbour]:
     """Each axis one step up and down, each option switched, longer sequences, more GPUs; all else as in the plan,
-    but for recomputation and microbatches, which are chosen anew where the layout changes.
+    except recomputation and microbatches, which are chosen again if the layout changes.
     """
     return [*_of_degrees(case, winner), *_of_options(case, winner.workload), *_of_sizes(case, winner)]
 
@@ -241,7 +243,7 @@ def _of_degrees(case: Case, winner: Candidate) -> Iterator[Neighbour]:
         for other in (degree // 2, degree * 2) if degree > 1 else (2,):
             degrees = {**layout.degrees, axis: other}
             inner = degrees["tp"] * degrees["cp"] * degrees["pp"] * degrees["dp_replicate"]
-            text = f"{name} {other} in place of {degree}"
+            text = f"{name} {other} instead of {degree}"
             if case.num_gpus % inner:
                 continue
             yield Neighbour(text, _on(case, {**degrees, "dp_shard": case.num_gpus // inner}))
@@ -283,7 +285,7 @@ def _of_options(case: Case, one: Workload) -> Iterator[Neighbour]:
         if case.hardware.float8_flops:
             yield Neighbour("float8", judge(_in_float8(one), case.hardware))
     elif one.compile and one.precision == "float8":
-        yield changed("bfloat16 in place of float8", **BFLOAT16)
+        yield changed("bfloat16 instead of float8", **BFLOAT16)
 
 
 def _of_sizes(case: Case, winner: Candidate) -> Iterator[Neighbour]:

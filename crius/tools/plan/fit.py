@@ -1,4 +1,4 @@
-"""Recomputation and microbatch of a run that leaves them to the memory of its ranks: the fastest of those that fit."""
+"""Recomputation and microbatch of a run that leaves them to the memory of its ranks: the fastest choice that fits."""
 
 import logging
 from collections.abc import Iterator
@@ -28,10 +28,11 @@ class Candidate:
     """One way to train a run.
 
     Attributes:
-        mode: of activation checkpointing.
-        microbatch: sequences.
-        memory: of a GPU with what its allocator reserves, of a CPU the tensors alone: the process is there already.
-        seconds: of a step.
+        mode: mode of activation checkpointing.
+        microbatch: sequences per microbatch.
+        memory: on a GPU with the memory that its allocator reserves; on a CPU only the tensors, as the process already
+            exists.
+        seconds: seconds of a step.
     """
 
     mode: str
@@ -41,11 +42,11 @@ class Candidate:
 
     def __str__(self) -> str:
         """Names and total."""
-        return f"{self.mode} with {self.microbatch} a microbatch: {self.memory.total / GIB:.2f} GiB"
+        return f"{self.mode} with {self.microbatch} per microbatch: {self.memory.total / GIB:.2f} GiB"
 
 
 def fit(config: RunConfig, facts: ModelDescription, machine: Machine, budget: float) -> tuple[dict[str, Any], str]:
-    """See ``crius.train.setup.Fit``. Warns where nothing fits."""
+    """See ``crius.train.setup.Fit``. Warns if nothing fits."""
     found = candidates(config, facts, machine)
     chosen = choose(found, budget)
     faster = [str(one) for one in found[: found.index(chosen)]]
@@ -57,16 +58,15 @@ def fit(config: RunConfig, facts: ModelDescription, machine: Machine, budget: fl
         smaller = "lower --training.local_batch_size, or " if chosen.microbatch > 1 else ""
         log.warning("the run may not fit: %ssplit the model over more ranks", smaller)
     parts = f"{summed(chosen.memory.parts, GIB)}; {chosen.memory.note}"
-    why = f"auto: activation_checkpoint {chosen} of {budget / GIB:.2f} a rank, {which}: {parts}"
+    why = f"auto: activation_checkpoint {chosen} of {budget / GIB:.2f} per rank, {which}: {parts}"
     is_default = chosen.microbatch == max(one.microbatch for one in found)
     return {MODE: chosen.mode} | ({} if is_default else {MICROBATCH: chosen.microbatch}), why
 
 
 def candidates(config: RunConfig, facts: ModelDescription, machine: Machine) -> list[Candidate]:
-    """What ``config`` leaves open, the fastest first. On a CPU the microbatch is as asked, or as by default.
+    """Possible choices for ``config``, the fastest first. On a CPU the microbatch is as given, or as by default.
 
-    Times are those of an H100 where there is no known GPU that has all precisions: they are compared with each other
-    alone.
+    If no known GPU has all precisions, times are those of an H100: they are only compared with each other.
     """
     known = of_machine(machine.name) if machine.on_gpu else None
     hardware = known if known and known.float8_flops else KNOWN["h100-80g"]
@@ -85,7 +85,7 @@ def candidates(config: RunConfig, facts: ModelDescription, machine: Machine) -> 
 
 
 def _modes(config: RunConfig) -> tuple[str, ...]:
-    """From the least recomputation to the most."""
+    """Modes from the least recomputation to the most."""
     mode = config.activation_checkpoint.mode or "none"
     if mode != "auto":
         return (mode,)
@@ -93,6 +93,6 @@ def _modes(config: RunConfig) -> tuple[str, ...]:
 
 
 def choose(found: list[Candidate], budget: float) -> Candidate:
-    """The first that fits into ``budget`` bytes, else the smallest."""
+    """The first choice that fits into ``budget`` bytes, else the smallest."""
     fitting = (one for one in found if one.memory.total <= budget)
     return next(fitting, min(found, key=lambda one: one.memory.total))

@@ -1,7 +1,7 @@
-"""``Hardware``: what one accelerator of a cluster can do. Torch-free.
+"""``Hardware``: the abilities of one accelerator of a cluster. Torch-free.
 
-Known ones by name (``crius/metrics/gpus.toml``), others from a TOML file, and that of the machine at hand, as it was
-calibrated.
+Known ones come by name (``crius/metrics/gpus.toml``), others from a TOML file, and the present machine's from its
+calibration.
 """
 
 import math
@@ -23,33 +23,33 @@ Generation = Literal["ampere", "ada", "hopper", "blackwell", "blackwell_ultra", 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One accelerator and its links. Rates are peaks of the data sheet; what is reached of them is fitted or measured.
+    """One accelerator and its links. Rates are peaks of the data sheet; the reached share is fitted or measured.
 
     Attributes:
-        name: for tables.
-        generation: which fitted efficiencies hold; ``other`` takes hopper's.
-        bfloat16_flops: dense matmul FLOPs a second, without structured sparsity.
+        name: name for tables.
+        generation: generation whose fitted efficiencies hold; ``other`` uses hopper's.
+        bfloat16_flops: dense matmul FLOP/s, without structured sparsity.
         float8_flops: the same in float8; 0: not supported.
         float4_flops: the same in 4 bits; 0: not supported.
         float32_flops: the same in float32, without TF32.
-        memory_bytes: of one accelerator.
-        memory_bandwidth: bytes a second between the memory and the processor.
-        link_bandwidth: bytes a second that a GPU sends to the others of its node, in one direction.
-        nic_bandwidth: bytes a second that a GPU sends to other nodes, in one direction.
+        memory_bytes: memory of one accelerator.
+        memory_bandwidth: bytes per second between the memory and the processor.
+        link_bandwidth: bytes per second that a GPU sends to the others of its node, in one direction.
+        nic_bandwidth: bytes per second that a GPU sends to other nodes, in one direction.
         gpus_per_node: GPUs that reach each other at ``link_bandwidth``.
         watts: board power limit; 0: not stated.
         full_watts: limit at which the peaks were stated; 0: not stated.
         matmul_efficiency: share of the peak that a large matmul reaches; None: fitted.
         attention_efficiency: share of the bfloat16 peak (CPU: float32) that attention reaches; None: fitted.
         memory_efficiency: share of ``memory_bandwidth`` that an elementwise operation reaches; None: fitted.
-        op_seconds: fixed cost of one operation, however small; None: fitted.
-        hop_seconds: fixed cost of a collective, however little it sends; None: fitted.
+        op_seconds: fixed cost of one operation of any size; None: fitted.
+        hop_seconds: fixed cost of a collective of any size; None: fitted.
         resident_bytes: memory of a process before it has a model.
-        resident_share: memory that a process takes beside its tensors, as a share of them: gaps in its heap, buffers of
-            matmuls.
-        measured: calibrated on the machine: when, where and with what; empty for data sheets.
-        device: name of the GPU or the CPU that was calibrated; by it a run finds its file.
-        threads: of a CPU process that was calibrated; 0: a GPU, or a data sheet.
+        resident_share: memory that a process takes on top of its tensors, as a share of them: gaps in its heap, buffers
+            of matmuls.
+        measured: when, where and with what the machine was calibrated; empty for data sheets.
+        device: name of the GPU or the CPU that was calibrated, by which a run finds its file.
+        threads: threads of the CPU process that was calibrated; 0: a GPU, or a data sheet.
     """
 
     name: str
@@ -78,12 +78,12 @@ class Hardware:
 
     @property
     def power(self) -> float:
-        """Power limit as a share of the full one; 1 where it is not stated."""
+        """Power limit as a share of the full limit; 1 if it is not stated."""
         return self.watts / self.full_watts if self.watts and self.full_watts else 1.0
 
     @property
     def has_mxfp8(self) -> bool:
-        """Whether its matmuls take a scale every 32 numbers, as those of GPUs with 4-bit matmuls do."""
+        """Whether its matmuls take a scale per 32 numbers, as on all GPUs with 4-bit matmuls."""
         return self.generation in ("blackwell", "blackwell_ultra") or self.float4_flops > 0
 
 
@@ -91,12 +91,12 @@ KNOWN = {name: Hardware(name=name, **fields) for name, fields in GPUS.items() if
 
 
 def known_gpu(device: str) -> Hardware | None:
-    """The known GPU that a driver calls ``device``; None where its links or its speed are not known."""
+    """The known GPU that a driver calls ``device``; None if its links or its speed are not known."""
     return KNOWN.get(find_gpu(device) or "")
 
 
 def card_taken(name: str) -> str:
-    """The card that a short name such as ``h100`` stands for, and its other forms; empty where there is one form."""
+    """The card that a short name such as ``h100`` stands for, and its other forms; empty if there is one form."""
     name = name.lower()
     others = [known for known in KNOWN if known.startswith(name.partition("-")[0] + "-") and known != ALIASES.get(name)]
     return (
@@ -105,12 +105,12 @@ def card_taken(name: str) -> str:
 
 
 def hardware(name_or_path: str) -> Hardware:
-    """A known accelerator by name, or what a TOML file says.
+    """A known accelerator by name, or the one in a TOML file.
 
-    The file has the fields of ``Hardware`` at its top level; ``like = "h100-80g"`` takes the others from a known one.
+    The file has the fields of ``Hardware`` at its top level; ``like = "h100-80g"`` takes missing ones from a known one.
 
     Raises:
-        ConfigError: no such name or file, or the file's problems, all of them.
+        ConfigError: there is no such name or file, or the file has problems, which are all listed.
     """
     name = ALIASES.get(name_or_path.lower(), name_or_path.lower())
     if name in KNOWN:
@@ -120,8 +120,8 @@ def hardware(name_or_path: str) -> Hardware:
         return _from_file(path)
     raise ConfigError(
         f"GPU {name_or_path!r} is not known, and there is no such file{did_you_mean(name, [*KNOWN, *ALIASES]) or '.'}",
-        why=f"known are {', '.join(KNOWN)}",
-        fix="take one of them, or write a TOML file with its peaks: docs/planner.md",
+        why=f"known GPUs are {', '.join(KNOWN)}",
+        fix="use one of them, or write a TOML file with its peaks: docs/planner.md",
     )
 
 
@@ -131,7 +131,7 @@ def _from_file(path: Path) -> Hardware:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
-            f"hardware file {path} cannot be read: {error}.", fix="correct it, or name a known GPU: --gpu h100-80g"
+            f"hardware file {path} cannot be read: {error}.", fix="correct it, or give a known GPU: --gpu h100-80g"
         ) from error
     problems: list[CriusError] = []
     like = table.pop("like", None)
@@ -164,12 +164,12 @@ def _from_file(path: Path) -> Hardware:
 
 _BOUNDS = {"flops": (1e6, 1e18), "bandwidth": (1e6, 1e18), "bytes": (1e6, 1e15), "seconds": (0, 1)}
 _BOUNDS |= {"watts": (1, 1e6), "efficiency": (1e-4, 2), "share": (0, 1), "threads": (0, 1e6), "node": (1, 1e6)}
-"""By the last word of a field. Beyond them its unit is another one."""
-_UNITS = {"bytes": "bytes", "bandwidth": "bytes a second", "flops": "FLOPs a second", "seconds": "seconds"}
+"""Ranges by the last word of a field. A value outside them has another unit."""
+_UNITS = {"bytes": "bytes", "bandwidth": "bytes per second", "flops": "FLOP/s", "seconds": "seconds"}
 
 
 def _problem(field: Field[Any], value: object) -> str:
-    """What is wrong with a field's value; empty: nothing."""
+    """Error in a field's value; empty if there is none."""
     key, word = field.name, field.name.rpartition("_")[2]
     if key in ("name", "measured", "device"):
         if key == "name" and value == "":
@@ -177,7 +177,7 @@ def _problem(field: Field[Any], value: object) -> str:
         return "" if isinstance(value, str) else f"{key} = {value!r} is not a text."
     if key == "generation":
         known = get_args(Generation)
-        return "" if value in known else f"generation = {value!r} is none of {', '.join(known)}."
+        return "" if value in known else f"generation = {value!r} is not one of {', '.join(known)}."
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
@@ -198,12 +198,12 @@ def _problem(field: Field[Any], value: object) -> str:
 
 
 def user_file() -> Path:
-    """Where ``crius plan --calibrate`` writes: ``crius/hardware.toml`` below ``XDG_CACHE_HOME``, else ~/.cache."""
+    """File that ``crius plan --calibrate`` writes: ``crius/hardware.toml`` in ``XDG_CACHE_HOME``, else in ~/.cache."""
     return user_cache() / "hardware.toml"
 
 
 def of_machine(device: str) -> Hardware | None:
-    """The hardware of a machine whose GPU or CPU is called ``device``: as calibrated, else as known.
+    """The hardware of a machine whose GPU or CPU is called ``device``: as calibrated, or else as known.
 
     Raises:
         ConfigError: the calibrated file is damaged.
@@ -217,7 +217,7 @@ def of_machine(device: str) -> Hardware | None:
 
 
 def shared(found: Hardware, processes: int) -> Hardware:
-    """What one of ``processes`` ranks of a host has of a CPU that was calibrated as a whole; a GPU is a rank's own."""
+    """Share of one of ``processes`` ranks of a host in a CPU that was calibrated as a whole; a GPU is not shared."""
     if found.generation != "cpu" or processes == 1:
         return found
     return replace(
@@ -243,5 +243,5 @@ def write_hardware(found: Hardware, file: Path) -> None:
         raise EnvironmentError(
             f"the hardware file {file} cannot be written: {error.strerror}.",
             where="--out",
-            fix="name a file in a folder that you may write: --out FILE.toml",
+            fix="give a file in a writable folder: --out FILE.toml",
         ) from None

@@ -1,4 +1,4 @@
-"""Which layers and weights a pipeline rank holds, and of how many microbatches it holds activations. Torch-free."""
+"""Layers and weights of a pipeline rank, and the number of microbatches whose activations it has. Torch-free."""
 
 import math
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ from crius.tools.plan.workload import Workload
 
 @dataclass(frozen=True)
 class RankLayers:
-    """What one pipeline rank holds.
+    """Layers of one pipeline rank.
 
     Attributes:
-        dense: layers with a dense feed-forward.
-        experts: layers with experts.
-        dense_spans: where in the model the dense ones of each stage begin and end.
-        expert_spans: the same of those with experts.
-        has_embedding: the embedding is among it.
-        has_head: the last norm and the output layer are.
-        in_flight: microbatches of whose activations it holds all at once; of several stages the mean over its layers.
-        neighbours: stages next to its own on other ranks, from which it receives.
+        dense: number of layers with a dense feed-forward.
+        experts: number of layers with experts.
+        dense_spans: begin and end in the model of each stage's dense layers.
+        expert_spans: the same for layers with experts.
+        has_embedding: whether the rank has the embedding.
+        has_head: whether it has the last norm and the output layer.
+        in_flight: microbatches whose activations it has all at once; with several stages the mean over its layers.
+        neighbours: stages next to its own on other ranks, which it receives from.
     """
 
     dense: int
@@ -39,17 +39,17 @@ class RankLayers:
 
     @property
     def layers(self) -> int:
-        """Of both kinds."""
+        """Layers of both kinds."""
         return self.dense + self.experts
 
 
 def rank_layers(workload: Workload, rank: int) -> RankLayers:
-    """What pipeline rank ``rank`` holds."""
+    """The layers of pipeline rank ``rank``."""
     model, degree = workload.model, workload.layout.pp
     total = degree * workload.stages_per_rank if degree > 1 else 1
     held = stages_of_ranks(workload.schedule, degree, total)[rank] if degree > 1 else [0]
     sizes = (workload.stage_layers or _sizes(workload, total)) if degree > 1 else (model.num_layers,)
-    leading = model.dense[0] if model.num_experts else sum(sizes)  # the first ones are dense
+    leading = model.dense[0] if model.num_experts else sum(sizes)  # the first layers are dense
     spans = [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in held]
     dense = tuple((begin, min(end, leading)) for begin, end in spans if begin < leading)
     experts = tuple((max(begin, leading), end) for begin, end in spans if end > leading)
@@ -74,7 +74,7 @@ def _sizes(workload: Workload, stages: int) -> tuple[int, ...]:
 
 
 def _in_flight(workload: Workload, rank: int, sizes: tuple[int, ...]) -> float:
-    """Microbatches of whose activations pipeline rank ``rank`` holds all at once.
+    """Microbatches whose activations pipeline rank ``rank`` has all at once.
 
     1F1B and its interleaved form: Narayanan et al. 2021 (arXiv:2104.04473); zero bubble and its V: Qi et al. 2023 and
     2024 (arXiv:2401.10241, 2405.15362); DualPipe: arXiv:2412.19437.
@@ -91,16 +91,16 @@ def _in_flight(workload: Workload, rank: int, sizes: tuple[int, ...]) -> float:
 
 @lru_cache(maxsize=4096)
 def _interleaved(degree: int, rank: int, microbatches: int, sizes: tuple[int, ...], *, splits: bool) -> int:
-    """The most layers, each once for every microbatch, whose activations a rank with stages of ``sizes`` layers holds.
+    """The most layers, counted once per microbatch, whose activations a rank with stages of ``sizes`` layers has.
 
-    It takes a round of microbatches through its first stage, then through its second, ..., backwards in the same way.
-    Where the backward is split, later ranks fill the time that they wait with forwards, so that all hold as many.
+    It takes a round of microbatches through its first stage, then through its second, and so on; backwards likewise. If
+    the backward is split, later ranks fill their waits with forwards, so that all have the same number.
     """
     stages = len(sizes)
     rounds = max(1, microbatches // degree)
     each = -(-microbatches // rounds)
     warm_up = 2 * (degree - (0 if splits else rank) - 1) + (stages - 1) * each
-    rounds = min(rounds, (warm_up + 1) // (stages * each) + 3)  # later ones are as one that follows the warm-up
+    rounds = min(rounds, (warm_up + 1) // (stages * each) + 3)  # later rounds are like one after the warm-up
     forwards = [size for _ in range(rounds) for size in sizes for _ in range(each)][: microbatches * stages]
     backwards = [size for _ in range(rounds) for size in reversed(sizes) for _ in range(each)]
     ahead = min(len(forwards), warm_up + 1 + (splits and rank > 0))
@@ -120,7 +120,7 @@ def stage_layers(model: ModelDescription, stages: int, seq_len: int) -> tuple[in
 
 
 def _even(count: int, stages: int) -> tuple[int, ...] | None:
-    """``count`` layers on ``stages``, at least one each; None where that is impossible."""
+    """``count`` layers on ``stages``, at least one each; None if that is impossible."""
     if stages == 0:
         return () if count == 0 else None
     if count < stages:
@@ -130,13 +130,13 @@ def _even(count: int, stages: int) -> tuple[int, ...] | None:
 
 
 MIN_QUANTIZED = 4096
-"""Weights with fewer numbers keep float32 moments (``crius/optim/storage.py``)."""
+"""Numbers below which a weight keeps float32 moments (``crius/optim/storage.py``)."""
 
 BLOCK = 256
 """Numbers that share a scale in 8-bit moments."""
 
 
-_STEP_BYTES = 4  # of a weight: how often it was updated
+_STEP_BYTES = 4  # per weight: its count of updates
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Part:
         whole: numbers that a rank computes with, after tensor and expert parallelism.
         own: numbers that the fullest rank stores.
         state: bytes of the optimizer's running means of these, and of its counts of steps.
-        routed: of ``whole`` those of routed experts.
+        routed: numbers of ``whole`` in routed experts.
     """
 
     whole: float = 0
@@ -156,20 +156,20 @@ class Part:
     routed: float = 0
 
     def and_experts(self, experts: "Part") -> "Part":
-        """With routed experts."""
+        """This unit with routed experts."""
         own, state = self.own + experts.own, self.state + experts.state
         return Part(self.whole + experts.whole, own, state, experts.whole)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The units of a model as one rank holds them.
+    """The units of a model on one rank.
 
     Attributes:
         dense: a layer with a dense feed-forward.
         experts: a layer with experts.
         embedding: before the layers.
-        head: after them: the norm and, unless it is tied on the same stage, the output layer.
+        head: after the layers: the norm and, unless it is tied on the same stage, the output layer.
     """
 
     dense: Part
@@ -179,7 +179,7 @@ class Weights:
 
 
 def model_parameters(model: ModelDescription) -> int:
-    """All trained numbers, a tied weight once; the published number where that is known to be another."""
+    """All trained numbers, a tied weight once; the published number if that is known to differ."""
     return model.published_parameters or model.num_parameters
 
 
@@ -200,12 +200,12 @@ def weights(
     Args:
         model: its description.
         tp: tensor-parallel ranks, which split as the plan's rows say.
-        ep: ranks that share the experts of a layer, which lie within ``tp * shards``.
+        ep: ranks that share the experts of a layer; they lie within ``tp * shards``.
         shards: ranks that store a part of each weight.
-        is_tied: the output layer has no weight of its own, nor a copy of the embedding's.
-        moment_bytes: of one number of the optimizer's running means; below 2: 8 bits in blocks.
-        muon: matrices of the layers have one running mean, all else has two.
-        splits_experts: as ``Trainer`` has it.
+        is_tied: whether the output layer has neither a weight of its own nor a copy of the embedding's.
+        moment_bytes: bytes of one number of the optimizer's running means; below 2: 8 bits in blocks.
+        muon: whether matrices of the layers have one running mean; other weights have two.
+        splits_experts: as in ``Trainer``.
     """
 
     def part(tensors: Iterable[_Tensor], matrix_moments: int = 2) -> Part:
@@ -238,9 +238,9 @@ def part_of(tensors: Iterable["_Tensor"], shards: int, moment_bytes: float, matr
     """A unit of weights that tensor parallelism has split, by rows over ``shards``.
 
     Args:
-        tensors: of the unit.
+        tensors: weights of the unit.
         shards: ranks that store a part of each.
-        moment_bytes: of one number of the optimizer's running means.
+        moment_bytes: bytes of one number of the optimizer's running means.
         matrix_moments: running means of a matrix.
     """
     pairs = [(tensor, -(-tensor.rows // shards) * tensor.columns) for tensor in tensors if tensor.rows]
@@ -255,7 +255,7 @@ def part_of(tensors: Iterable["_Tensor"], shards: int, moment_bytes: float, matr
 
 
 class _Tensor(NamedTuple):
-    """One weight on a tensor-parallel rank, ``(rows, columns)``, and how many numbers the whole has."""
+    """One weight on a tensor-parallel rank, ``(rows, columns)``, and the numbers of the whole weight."""
 
     rows: int
     columns: int
@@ -271,13 +271,13 @@ def _moment(tensor: _Tensor, own: int, moment_bytes: float) -> float:
 
 
 def _tensors(model: ModelDescription, layer: Layer, tp: int) -> list[_Tensor]:
-    """The weights of a layer but its routed experts."""
+    """The weights of a layer, without its routed experts."""
     own = [weight.within("layers.0") for weight in layer.weights if weight.shape[0] and not weight.is_routed]
     return [split_tensor(model, weight, tp) for weight in own]
 
 
 def _experts(weight: Weight, ep: int, shards: int) -> _Tensor:
-    """The experts of a rank, ``(E / ep, out, in)``, which FSDP splits by expert, or inside where they are too few."""
+    """The experts of a rank, ``(E / ep, out, in)``. FSDP splits them by expert, or inside each if there are too few."""
     number, out, *features = weight.shape
     own, width = number // ep, math.prod(features)
     if own >= shards:
@@ -298,23 +298,23 @@ def split_tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
     style = model.plan.style_of(module)
     over_rows, over_columns = parts(style, model.num_kv_heads, tp)
     if style == "colwise_heads" and model.num_kv_heads < tp:
-        over_rows = 1  # each rank holds all of them, and computes one
+        over_rows = 1  # each rank has all of them, and computes one
     over_rows, over_columns = over_rows if part != "lora_A" else 1, over_columns if part != "lora_B" else 1
     return _Tensor(-(-rows // over_rows), -(-columns // over_columns), weight.numel)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a pipeline rank holds, in numbers unless a unit is named.
+    """Weights and state of a pipeline rank, in numbers unless a unit is named.
 
     Attributes:
-        layers: which layers.
-        units: the weights of each kind.
+        layers: its layers.
+        units: weights of each kind of layer.
         whole: weights that it computes with, after tensor, expert and pipeline parallelism.
-        own: weights that it stores or, where they are replicated, updates.
-        end: weights of an embedding; of a rank without embedding and output layer: of a layer.
+        own: weights that it stores or, if they are replicated, updates.
+        end: weights of an embedding; on a rank without embedding and output layer: of a layer.
         state: bytes of its optimizer's running means and counts of steps.
-        buffers: bytes of what no gradient trains.
+        buffers: bytes of tensors that no gradient trains.
     """
 
     layers: RankLayers
@@ -337,7 +337,7 @@ class Held:
 
 
 def held_by(workload: Workload, rank: int) -> Held:
-    """What pipeline rank ``rank`` holds."""
+    """Weights and state of pipeline rank ``rank``."""
     layout, layers = workload.layout, rank_layers(workload, rank)
     shards = layout.fsdp
     if workload.zero_stage in (1, 2):

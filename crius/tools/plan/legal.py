@@ -1,4 +1,4 @@
-"""Which layouts and batches the trainer takes, listed fast; the rules of a run have the last word on the winners."""
+"""Layouts and batches that the trainer accepts, listed fast; the rules of a run then check the winners."""
 
 import math
 import os
@@ -21,30 +21,30 @@ from crius.models.registry import SPECS
 from crius.tools.plan.hardware import Hardware
 
 MOST_TOKENS_A_STEP = 16 * 2**20
-"""Of a batch that nobody gave: Llama 3 405B was trained with 16 Mi tokens a step at most (arXiv:2407.21783)."""
+"""Most tokens of a default batch: Llama 3 405B was trained with at most 16 Mi tokens per step (arXiv:2407.21783)."""
 
 LEAST_CONTEXT_SHARD = 2048
-"""Tokens of a sequence that a context-parallel rank keeps at least: with fewer its matmuls are small."""
+"""Fewest tokens of a sequence on a context-parallel rank: with fewer its matmuls are small."""
 
 MOST_PIPELINE_RANKS = 32
 MOST_MICROBATCH = 64
 MOST_MICROBATCH_TOKENS = 2**18
 STAGES_PER_RANK = (2, 4, 8)
-"""Of the interleaved schedule."""
+"""Most stages per rank of the interleaved schedule."""
 
 PREFIX = "parallelism."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a layout is looked for.
+    """The task of a search for a layout.
 
     Attributes:
-        config: the run; what is in ``pinned`` stays as it is here, all else is the search's.
-        shape: the model's description.
-        hardware: of every rank.
-        num_gpus: ranks.
-        pinned: dotted fields that somebody gave.
+        config: the run; fields in ``pinned`` stay as they are here, all others are searched.
+        shape: description of the model.
+        hardware: hardware of every rank.
+        num_gpus: number of ranks.
+        pinned: dotted fields that were given.
     """
 
     config: RunConfig
@@ -55,11 +55,11 @@ class Case:
 
     @property
     def facts(self) -> ModelDescription | None:
-        """``shape``; None where Crius does not train the model yet."""
+        """``shape``; None if Crius does not train the model yet."""
         return self.shape if self.shape.block else None
 
     def given(self, field: str) -> Any:
-        """The value of a field that is pinned; None where the search may choose."""
+        """The value of a pinned field; None if the search may choose."""
         value = self.values[field] if field in self.pinned else None
         return None if value == -1 else value
 
@@ -69,17 +69,17 @@ class Case:
         return flatten(self.config)
 
     def on(self, num_gpus: int) -> "Case":
-        """The same with another number of ranks; those of a CPU share its memory."""
+        """The same case with another number of ranks; ranks on a CPU share its memory."""
         each = self.hardware.memory_bytes * (1 if self.on_gpu else self.num_gpus / num_gpus)
         return replace(self, num_gpus=num_gpus, hardware=replace(self.hardware, memory_bytes=each))
 
     @property
     def with_any_degrees(self) -> "Case":
-        """The same without the degrees that were given."""
+        """The same case without the given degrees."""
         return replace(self, pinned=self.pinned - set(DEGREES.values()))
 
     def with_fields(self, fields: Mapping[str, Any]) -> "Case":
-        """The same with some dotted fields given."""
+        """The same case with further given fields."""
         config = replace_fields(self.config, dict(fields))
         return replace(self, config=config, pinned=self.pinned | set(fields))
 
@@ -90,9 +90,10 @@ class Case:
 
     @cached_property
     def global_batch_size(self) -> int:
-        """Sequences of a step: as given; else a multiple of the GPUs of at least 8.
+        """Sequences per step: as given, or else a multiple of the GPUs of at least 8.
 
-        Where that is above ``MOST_TOKENS_A_STEP`` a multiple of the most data-parallel ranks that stay below.
+        If that is above ``MOST_TOKENS_A_STEP``, it is a multiple of the largest number of data-parallel ranks that
+        stays below.
         """
         given = self.config.training.global_batch_size
         if given != -1:
@@ -114,14 +115,15 @@ def violations(
     rules: Iterable[Rule] = RULES,
     origin: Callable[[str], str] = lambda name: "default",
 ) -> list[CriusError]:
-    """Why a run with ``config`` would not start on ``num_ranks`` ranks of a cluster: the first rule that is broken.
+    """Why a run with ``config`` would not start on ``num_ranks`` ranks of a cluster: the errors of the first broken
+    rule.
 
     Args:
         config: the run.
-        facts: of its model.
-        num_ranks: ranks.
-        rules: that count.
-        origin: where a dotted field came from.
+        facts: description of its model.
+        num_ranks: number of ranks.
+        rules: rules to check.
+        origin: gives the origin of a dotted field.
     """
     known = Facts(
         asked=config,
@@ -142,16 +144,16 @@ def violations(
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, ascending."""
+    """Divisors of a positive number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def layouts(case: Case) -> Iterator[Layout]:
-    """Degrees that multiply to the GPUs and divide the model, its sequence and its batch.
+    """Degrees whose product is the number of GPUs and that divide the model, its sequence and its batch.
 
-    Of a model with experts, which has most, not all: unless given, no CP with TP, no TP above 2 with experts beyond a
-    node, no replicas of anything but one node, half or all of the ranks.
+    Models with experts have most of them, so not all are listed: unless given, there is no CP with TP, no TP above 2
+    with experts beyond a node, and replicas only of one node, of half or of all of the ranks.
     """
     total, is_sparse = case.global_batch_size, case.shape.num_experts > 0
     for tp in _tensor_degrees(case):
@@ -170,13 +172,13 @@ def layouts(case: Case) -> Iterator[Layout]:
 
 
 def _reshards_to_groups(case: Case, shards: int, others: int) -> bool:
-    """Whether an integer ``reshard_after_forward_mode`` makes groups of some of the shards, and of nothing else."""
+    """Whether an integer ``reshard_after_forward_mode`` gives groups of some of the shards, and of nothing else."""
     group = case.given(f"{PREFIX}reshard_after_forward_mode")
     return not isinstance(group, int) or (others == 1 and 1 < group < shards and shards % group == 0)
 
 
 def schedules(case: Case, layout: Layout) -> Iterator[tuple[str, int]]:
-    """Pipeline schedules with their stages a rank. Zero-bubble ones take neither compile nor recomputation."""
+    """Pipeline schedules with their stages per rank. Zero-bubble schedules exclude compile and recomputation."""
     given = case.given(f"{PREFIX}pipeline_parallel_schedule")
     each = case.given(f"{PREFIX}pipeline_parallel_stages_per_rank")
     if layout.pp == 1:
@@ -193,7 +195,7 @@ def schedules(case: Case, layout: Layout) -> Iterator[tuple[str, int]]:
 
 
 def microbatches(case: Case, layout: Layout, schedule: str, stages: int) -> Iterator[tuple[int, int]]:
-    """Sequences in a microbatch, and microbatches in a step."""
+    """Sequences per microbatch, and microbatches per step."""
     share = case.global_batch_size // layout.batch
     parallelism = _pipeline_of(layout.pp, schedule, stages)
     given, training = case.given("training.local_batch_size"), case.config.training
@@ -220,7 +222,7 @@ def _pipeline_of(pp: int, schedule: str, stages: int) -> ParallelismConfig:
 
 
 def _tensor_degrees(case: Case) -> list[int]:
-    """Within a node, of whole heads."""
+    """Tensor-parallel degrees within a node that split whole heads."""
     shape, given = case.shape, case.given(DEGREES["tp"])
     legal = [
         tp
@@ -250,7 +252,7 @@ def _pipeline_degrees(case: Case, others: int) -> list[int]:
 
 
 def _replicas(case: Case, batch: int, inner: int) -> list[int]:
-    """Replicas of ``batch`` data-parallel ranks; a group of shards fills whole nodes or divides one."""
+    """Numbers of replicas among ``batch`` data-parallel ranks; a group of shards fills whole nodes or divides one."""
     given, shards = case.given(DEGREES["dp_replicate"]), case.given(DEGREES["dp_shard"])
     node = case.hardware.gpus_per_node
 
@@ -267,7 +269,7 @@ def _replicas(case: Case, batch: int, inner: int) -> list[int]:
 
 
 def _expert_degrees(case: Case, ranks: int, tp: int) -> list[int]:
-    """Ranks that share the experts: among those of one replica and stage."""
+    """Numbers of ranks that can share the experts, among the ranks of one replica and stage."""
     given, experts = case.given(DEGREES["ep"]), case.shape.num_experts
     if not experts:
         return [1] * (given in (None, 1))
@@ -278,8 +280,8 @@ def _expert_degrees(case: Case, ranks: int, tp: int) -> list[int]:
 
 
 def _experts_split(case: Case, ep: int, shards: int) -> bool:
-    """Whether FSDP can split the experts of a rank: by expert, or where they are too few inside, into even parts."""
+    """Whether FSDP can split the experts of a rank: by expert, or inside each into even parts if there are too few."""
     sizes = (case.shape.experts[1].feed_forward.expert_width, case.shape.dim) if case.shape.experts[1] else ()
-    if isinstance(case.given(f"{PREFIX}reshard_after_forward_mode"), int):  # torch reshards what is split by expert
+    if isinstance(case.given(f"{PREFIX}reshard_after_forward_mode"), int):  # torch reshards splits by expert
         return ep == 1 and case.shape.num_experts >= shards
     return case.shape.num_experts // ep >= shards or all(size % shards == 0 for size in sizes)

@@ -1,10 +1,11 @@
-"""What one rank holds at the peak of a step, in closed form. Torch-free.
+"""Memory of one rank at the peak of a step, in closed form. Torch-free.
 
-``peaks`` has the moments of a step that may be the one with most in memory. docs/planner_accuracy.md compares the sums
-with measurements, docs/planner.md with the dry run, which counts every tensor of the real code.
+``peaks`` has the moments of a step at which memory may be largest. docs/planner_accuracy.md compares the sums with
+measurements, docs/planner.md with the dry run, which counts every tensor of the real code.
 
 Widths in numbers: d residual stream, q queries, k keys or values, f hidden. A rank has its part of each under tensor
-parallelism; of d it has a part between the matmuls, and all of it in a matmul whose input was gathered.
+parallelism. It has a part of d between the matmuls, and all of d in a matmul whose input was gathered.
+
 ``benchmarks/fit_planner_memory.py`` writes the constants.
 """
 
@@ -34,17 +35,17 @@ Counting = Literal["reserved", "allocated", "tensors"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConstants:
-    """Fitted.
+    """Fitted constants.
 
     Attributes:
-        compiled_logit_bytes: of one logit, all that exists of it in a compiled loss.
-        chunked_logit_bytes: the same, of all logits, in a loss that other implementations cut by themselves.
+        compiled_logit_bytes: bytes per logit in a compiled loss.
+        chunked_logit_bytes: the same, over all logits, in a loss that other implementations split by themselves.
         fused_logit_bytes: the same in a fused kernel over a split vocabulary.
-        reserved_share: what an allocator reserves beyond what is allocated, as a share of it.
-        reserved_eager_share: the same where blocks are not compiled, and more tensors come and go.
-        reserved_bytes: what it reserves beside that.
-        allocated_bytes: what libraries allocate that is no tensor of the model: workspaces.
-        cdna3_bytes: what AMD's libraries reserve more.
+        reserved_share: memory that an allocator reserves beyond the allocated memory, as a share of it.
+        reserved_eager_share: the same if blocks are not compiled, and more tensors come and go.
+        reserved_bytes: memory that it reserves in addition.
+        allocated_bytes: memory that libraries allocate besides tensors of the model: workspaces.
+        cdna3_bytes: further memory that AMD's libraries reserve.
         nvfp4_kept: share of the activations that a layer with 4-bit matmuls keeps.
     """
 
@@ -64,13 +65,13 @@ MEMORY = MemoryConstants()
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one token in one layer.
+    """Bytes per token in one layer.
 
     Attributes:
-        full: its input alone.
-        selective: that and the results of some ops.
+        full: its input only.
+        selective: its input and the results of some ops.
         none: everything.
-        backward: the gradients inside it.
+        backward: gradients inside the layer.
     """
 
     full: float
@@ -80,7 +81,7 @@ class LayerBytes:
 
 
 def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
-    """``layer`` on a rank of ``workload``."""
+    """Bytes per token of ``layer`` on a rank of ``workload``."""
     attention, ffn, trainer, pointwise = layer.attention, layer.feed_forward, workload.trainer, _pointwise(workload)
     tp, cp, itemsize = workload.layout.tp, workload.layout.cp, workload.param_bytes
     num_kv_heads, d = max(1, attention.num_kv_heads / tp), float(workload.model.dim)
@@ -88,21 +89,19 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     gathered = d if trainer.keeps_gathered else source
     queries, values = (attention.num_heads * width / tp for width in (attention.head_dim, attention.value_dim))
     keys = num_kv_heads * (attention.head_dim + attention.value_dim)  # and values together
-    # probabilities of what a query sees, or the logarithms of their sums
+    # probabilities of the keys that a query sees, or the logarithms of their sums
     seen = (workload.seq_len - ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0
     scores = 4 * attention.num_heads / tp * (seen or 1)
     dense_width = ffn.width / tp
     per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
     routed = ffn.top_k * ffn.expert_width / tp
-    headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # what the norms of heads read
+    headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # input of the heads' norms
     kept = kept_by(workload)
     is_whole = bool(ffn.num_experts) and not trainer.splits_experts
-    inputs = kept.inputs - (is_whole and not ffn.width)  # the router's is counted with what it makes of it
+    inputs = kept.inputs - (is_whole and not ffn.width)  # the router's input is counted with its output
     none = 2 * source + inputs * gathered + queries + keys + values + headwise + per_hidden * dense_width
     none += kept.adapters - (1 - kept.products) * dense_width
-    if (
-        cp > 1 and trainer.gathers_keys
-    ):  # and attention's results for the early and the late tokens of a rank are joined
+    if cp > 1 and trainer.gathers_keys:  # attention's results for the early and the late tokens of a rank are joined
         mask = workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0
         none += keys * (cp - 1) + values + mask
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
@@ -122,7 +121,7 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     normed = _norm_bytes(workload) * (2 * source + headwise) * has_norms
     statistics = (2 + (attention.num_heads + attention.num_kv_heads) * attention.has_head_norms) / tp
     normed += 4 * statistics * has_norms
-    # the gradients of a gate's factors; in bfloat16 what its operators cast too
+    # the gradients of a gate's factors; in bfloat16 also the casts of its operators
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
     every = none * itemsize + routing + normed + scores - kept.first * (source * itemsize + normed / 2)
     return LayerBytes(
@@ -134,16 +133,16 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
 
 
 def _norm_bytes(workload: Workload) -> float:
-    """Of a number that a norm's operators keep beyond its input; less where its weight is frozen."""
+    """Bytes per number that a norm's operators keep beyond its input; fewer if its weight is frozen."""
     itemsize, is_trained = workload.param_bytes, workload.model.adapted is None
     return itemsize * (is_trained or itemsize < 4) + 4 * (itemsize < 4) * is_trained
 
 
-_PRODUCT_PARTS = 8  # of what a chunk adds to the output layer's gradient (crius/kernels/linear_cross_entropy.py)
+_PRODUCT_PARTS = 8  # parts of a chunk's addition to the output layer's gradient (crius/kernels/linear_cross_entropy.py)
 
 
 def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
-    """On a rank that has the output layer."""
+    """Bytes of the loss on a rank with the output layer."""
     model, itemsize, tokens = workload.model, workload.param_bytes, workload.tokens
     vocabulary = model.vocab_size / workload.layout.tp
     trained = vocabulary * model.dim * (model.adapted is None)  # of the output layer
@@ -152,18 +151,18 @@ def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
     wide = _norm_bytes(workload) / itemsize * (workload.pointwise in ("operators", "norms"))  # of the norm's input
     normed = hidden + part * (1 + wide)
     if workload.loss_tokens is not None:
-        # stays: the gradients of the hidden state and of the weight, which several chunks sum in float32
+        # kept: the gradients of the hidden state and of the weight, which several chunks sum in float32
         has_chunks = tokens > workload.loss_tokens
         kept = normed + trained * (4 if has_chunks else itemsize)
-        chunk = min(tokens, workload.loss_tokens)  # they are cut alike, so that one may be smaller, but no larger
-        wide = 8 * (itemsize < 4)  # logits and probabilities in float32, which else lie over the logits
+        chunk = min(tokens, workload.loss_tokens)  # all chunks have this size, except a smaller last one
+        wide = 8 * (itemsize < 4)  # logits and probabilities in float32, which otherwise reuse the memory of the logits
         work = vocabulary * chunk * itemsize
         work += max(vocabulary * min(workload.score_tokens, chunk) * wide, model.dim * chunk * itemsize)
         work += trained * itemsize / _PRODUCT_PARTS * (has_chunks and itemsize < 4)
         rounded = trained * 4 / _PRODUCT_PARTS * (not has_chunks and itemsize < 4)
         return LossBytes(kept, work, kept + trained * itemsize + rounded)
     logits = vocabulary * tokens
-    if workload.loss == "eager":  # stays: log-probabilities in float32, which the backward takes
+    if workload.loss == "eager":  # kept: log-probabilities in float32, for the backward
         nbytes = _eager_logit_bytes(workload) * logits
         kept = min(nbytes / 2, 4 * logits)
         return LossBytes(normed + kept, nbytes - kept, trained * itemsize)
@@ -180,14 +179,14 @@ def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
 
 
 def _eager_logit_bytes(workload: Workload) -> float:
-    """Of one logit of this rank's part of the vocabulary."""
+    """Bytes per logit of this rank's part of the vocabulary."""
     trainer, tp = workload.trainer, workload.layout.tp
     if tp == 1:
         return trainer.eager_logit_bytes
     return (trainer.eager_logit_bytes + trainer.split_logit_bytes) * (tp if trainer.gathers_logits else 1)
 
 
-_ROTARY_BYTES = 8  # of a token and a number of a head: cosine and sine in float32
+_ROTARY_BYTES = 8  # per token and number of a head: cosine and sine in float32
 
 
 def memory(
@@ -197,14 +196,14 @@ def memory(
     *,
     counting: Counting = "reserved",
 ) -> Estimate:
-    """Bytes of the rank that holds most, at the moment when it does; the parts sum to the total.
+    """Bytes of the fullest rank at its peak; the parts sum to the total.
 
     Args:
-        workload: what it computes.
-        hardware: on what; a CPU has no allocator's cache but a process beside the tensors. None: a GPU.
-        constants: fitted.
-        counting: ``tensors`` alone, as the dry run; what PyTorch's allocator says is ``allocated``; or ``reserved``,
-            which is what has to fit.
+        workload: computed work.
+        hardware: hardware; a CPU has no allocator's cache but a process on top of the tensors. None: a GPU.
+        constants: fitted constants.
+        counting: ``tensors``: only tensors, as in the dry run; ``allocated``: as PyTorch's allocator reports;
+            ``reserved``: the memory that must fit.
     """
     layout = workload.layout
     ranks = {0, 1, layout.pp - 1} if layout.pp > 2 else range(layout.pp)
@@ -231,7 +230,7 @@ def memory(
 def _overhead(
     workload: Workload, held: float, hardware: Hardware | None, constants: MemoryConstants, counting: Counting
 ) -> float:
-    """Bytes beside the ``held`` ones of tensors."""
+    """Bytes on top of the ``held`` bytes of tensors."""
     if counting == "tensors":
         return 0.0
     if hardware is not None and hardware.generation == "cpu":
@@ -244,7 +243,7 @@ def _overhead(
 
 
 def _rank(workload: Workload, rank: int, constants: MemoryConstants, *, is_cached: bool) -> Moment:
-    """The moment at which pipeline rank ``rank`` holds most."""
+    """The moment of the peak memory of pipeline rank ``rank``."""
     held = held_by(workload, rank)
     loss = loss_bytes(workload, constants) if held.layers.has_head else LossBytes()
     if workload.model.adapted:
@@ -253,8 +252,8 @@ def _rank(workload: Workload, rank: int, constants: MemoryConstants, *, is_cache
 
 
 def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMORY) -> dict[str, float]:
-    """What pipeline rank ``rank`` holds: parameters, gradients as the optimizer takes them, and its state; and
-    activations, which one microbatch leaves between its forward and its backward, with the gathered layer that waits.
+    """Bytes of pipeline rank ``rank``: parameters, gradients as the optimizer reads them, and its state; and the
+    activations that one microbatch leaves between its forward and its backward, with the gathered layer that waits.
     """
     held = held_by(workload, rank)
     loss = loss_bytes(workload, constants) if held.layers.has_head else LossBytes()
@@ -304,7 +303,7 @@ def _kind(
     assert layer is not None
     one = layer_bytes(workload, layer)
     own = least = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
-    if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each whole
+    if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each in full
         own, least = one.none, one.full
     return LayerKind(
         spans,
@@ -316,7 +315,7 @@ def _kind(
 
 
 def _last_gradient(workload: Workload, ffn: FeedForward) -> float:
-    """Bytes of the gradient of a feed-forward's last weight by which it is larger than the input that it lets go."""
+    """Bytes by which the gradient of a feed-forward's last weight exceeds the input that it frees."""
     dim, layout, tokens = workload.model.dim, workload.layout, workload.tokens
     if workload.zero_stage < 3:
         return 0.0
@@ -327,8 +326,8 @@ def _last_gradient(workload: Workload, ffn: FeedForward) -> float:
 
 
 def _sent(workload: Workload, held: Held) -> int:
-    """Hidden states that a pipeline rank keeps beyond those of its layers: a stage keeps what it sends, and what it
-    receives is a buffer, where its first layer would keep it.
+    """Hidden states that a pipeline rank keeps in addition to those of its layers: a stage keeps its output. Its input
+    is a buffer, but its first layer would keep it otherwise.
     """
     if workload.layout.pp == 1:
         return 0
@@ -338,7 +337,7 @@ def _sent(workload: Workload, held: Held) -> int:
 
 
 def _pointwise(workload: Workload) -> Pointwise:
-    """What norms and gates keep."""
+    """Tensors that norms and gates keep."""
     if workload.pointwise is not None:
         return workload.pointwise
     return "fused" if workload.compile else workload.trainer.pointwise

@@ -1,4 +1,4 @@
-"""Where the memory of a run that ran out of it went, and which flags would help."""
+"""Use of the memory of a run that ran out of it, and the flags that would help."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +21,16 @@ from crius.train.tools import Story
 from crius.units import GIB
 
 ENOUGH = 0.9
-"""Share of its own plan, but for what is fixed, to which a run is to come down where that plan would have fitted."""
+"""Share of its own plan, without fixed memory, that a run must come down to if that plan would have fitted."""
 
 
 def explain(story: Story, what: str, said: str) -> OutOfMemoryError:
-    """The error with the plan of its run and the remedies, which it also writes to the run's incidents.
+    """The error with the plan of its run and the remedies; it also writes them to the run's incidents.
 
     Args:
-        story: of a run that has begun.
-        what: happened.
-        said: the words of the error.
+        story: facts about a run that has begun.
+        what: description of the event.
+        said: words of the error.
     """
     config, machine = story.config, story.machine
     assert config is not None and machine is not None and story.facts is not None
@@ -39,7 +39,7 @@ def explain(story: Story, what: str, said: str) -> OutOfMemoryError:
     if config.activation_checkpoint.mode == "auto":
         config = replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode="none"))
     plan = plan_run(config, story.facts, machine, hardware)
-    plan = replace(plan, memory=memory(plan.workload, hardware))  # with what the allocator keeps: that has to fit
+    plan = replace(plan, memory=memory(plan.workload, hardware))  # with the allocator's cache, which must fit too
     target = USABLE * story.capacity
     if plan.memory.total <= target:
         fixed = plan.memory.parts["overhead"]
@@ -62,21 +62,19 @@ def explain(story: Story, what: str, said: str) -> OutOfMemoryError:
 def _why(story: Story, plan: RunPlan) -> str:
     total, capacity = plan.memory.total, story.capacity
     lines = [
-        f"planned {total / GIB:.2f} GiB of {capacity / GIB:.2f} a rank, {plan.memory.note}:",
+        f"planned {total / GIB:.2f} GiB of {capacity / GIB:.2f} per rank, {plan.memory.note}:",
         f"  {summed(plan.memory.parts, GIB)}",
     ]
     others = _others(story)
     if others > GIB:
-        lines.append(f"other programs hold {others / GIB:.1f} GiB of this device")
+        lines.append(f"other programs use {others / GIB:.1f} GiB of this device")
     elif total <= USABLE * capacity:
-        lines.append(
-            "that would fit: something else holds the memory, or it is in fragments, or the plan is wrong here"
-        )
+        lines.append("that would fit: something else uses the memory, or it is fragmented, or the plan is wrong here")
     return _indented(lines)
 
 
 def _others(story: Story) -> float:
-    """Bytes of the GPU that neither this process nor nobody has."""
+    """Bytes of the GPU that other processes use."""
     if story.device is None or story.device.type != "cuda":
         return 0.0
     free, total = torch.cuda.mem_get_info(story.device)
@@ -88,7 +86,7 @@ def _indented(lines: list[str]) -> str:
 
 
 def _write(story: Story, plan: RunPlan, found: list[Remedy], said: str) -> Path | None:
-    """The incident file; None where the disk does not take it either."""
+    """Path of the incident file; None if the disk cannot be written either."""
     is_gpu = story.device is not None and story.device.type == "cuda"
     report: dict[str, Any] = {
         "kind": "out of memory",

@@ -1,8 +1,8 @@
-"""The moment of a step at which a rank holds most. Torch-free.
+"""The moment of a step at which a rank has most in memory. Torch-free.
 
-Candidates: the loss and the backward of the output layer, when all activations are there; the backwards of the first
-and of the last layers, with what they recompute, gather and sum; that of the embedding; the update. Between them all
-grows or shrinks by equal parts, layer by layer.
+Candidates: the loss and the backward of the output layer, when all activations exist; the backwards of the first and of
+the last layers, with all that they recompute, gather and sum; the backward of the embedding; the update. Between these
+moments everything grows or shrinks by equal parts, layer by layer.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from crius.tools.plan.holdings import Held
 from crius.tools.plan.workload import Workload
 
-_ID_BYTES = 3 * 8  # of a token: its id, label and position
+_ID_BYTES = 3 * 8  # per token: its id, label and position
 
 
 class Moment(NamedTuple):
-    """Bytes at one moment, by what they are for; ``weights`` and ``state`` are there all the time."""
+    """Bytes at one moment, by purpose; ``weights`` and ``state`` exist all the time."""
 
     name: str
     gradients: float
@@ -30,7 +30,7 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all bytes."""
         return sum(self[1:])
 
 
@@ -39,9 +39,9 @@ class LossBytes:
     """Bytes of the last norm, the logits and the loss of a microbatch.
 
     Attributes:
-        kept: between the loss and its backward.
-        work: beside them while it is computed or back-propagated.
-        output: all there is while the gradient of the output layer is made.
+        kept: bytes between the loss and its backward.
+        work: further bytes while it is computed or back-propagated.
+        output: all bytes while the gradient of the output layer is computed.
     """
 
     kept: float = 0.0
@@ -50,14 +50,14 @@ class LossBytes:
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind on a rank, and bytes of one of them for a microbatch.
+    """Layers of one kind on a rank, and the bytes of one of them for a microbatch.
 
     Attributes:
-        spans: where in the model they begin and end.
-        kept: what one keeps for its backward.
-        saved: how much less, if it is one of those that are recomputed.
-        recomputed: what its backward needs beyond that, if it is; if ``saved`` is 0, of each.
-        backward: what its backward needs in any case.
+        spans: begin and end of their runs in the model.
+        kept: bytes that a layer keeps for its backward.
+        saved: bytes that a recomputed layer does not keep.
+        recomputed: further bytes that the backward of a recomputed layer needs; if ``saved`` is 0, of every layer.
+        backward: bytes that the backward needs in any case.
     """
 
     spans: tuple[tuple[int, int], ...] = ()
@@ -68,11 +68,11 @@ class LayerKind(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many."""
+        """Number of the layers."""
         return sum(end - begin for begin, end in self.spans)
 
     def multiples(self, count: int, every: int) -> int:
-        """How many of the first ``count`` have a number in the model, from 1, that ``every`` divides."""
+        """Number of layers among the first ``count`` whose number in the model (from 1) is a multiple of ``every``."""
         found = 0
         for begin, end in self.spans:
             end = min(end, begin + count)
@@ -87,9 +87,9 @@ class Activations:
 
     Attributes:
         kinds: its layers, the dense ones first.
-        every: which of them are recomputed, where not all are alike.
-        sent: what it keeps beyond its layers, less what they would keep and is a buffer.
-        hidden: one hidden state.
+        every: every how many layers one is recomputed, if not all are treated alike.
+        sent: bytes that it keeps in addition to its layers, less the bytes of its input, which is a buffer.
+        hidden: bytes of one hidden state.
     """
 
     kinds: tuple[LayerKind, LayerKind]
@@ -99,11 +99,11 @@ class Activations:
 
     @property
     def all(self) -> float:
-        """What all layers keep."""
+        """Bytes that all layers keep."""
         return self.first(sum(kind.number for kind in self.kinds))
 
     def first(self, count: int) -> float:
-        """What the first ``count`` layers keep."""
+        """Bytes that the first ``count`` layers keep."""
         dense = min(count, self.kinds[0].number)
         found = self.sent
         for kind, number in zip(self.kinds, (dense, count - dense), strict=True):
@@ -111,7 +111,7 @@ class Activations:
         return max(0.0, found)
 
     def backward(self, index: int) -> float:
-        """What the backward of layer ``index`` needs beyond what layers keep."""
+        """Bytes that the backward of layer ``index`` needs beyond the kept ones."""
         dense = self.kinds[0].number
         kind, number = (self.kinds[0], index) if index < dense else (self.kinds[1], index - dense)
         is_again = not kind.saved or kind.multiples(number + 1, self.every) > kind.multiples(number, self.every)
@@ -122,10 +122,10 @@ class _Pass(NamedTuple):
     """A backward through the rank's layers.
 
     Attributes:
-        is_there: gradients are there before it, from earlier microbatches.
-        is_summed: FSDP sums them over ranks, layer by layer.
-        stays: all weights stay gathered.
-        others: other microbatches whose activations are there.
+        is_there: whether gradients of earlier microbatches exist before it.
+        is_summed: whether FSDP sums gradients over ranks, layer by layer.
+        stays: whether all weights stay gathered.
+        others: other microbatches whose activations exist.
     """
 
     is_there: bool
@@ -137,14 +137,14 @@ class _Pass(NamedTuple):
 def peak(
     workload: Workload, held: Held, loss: LossBytes, activations: Activations, *, is_cached: bool = False
 ) -> Moment:
-    """The moment at which a rank holds most.
+    """The moment of the peak memory of a rank.
 
     Args:
-        workload: what it computes.
-        held: its weights.
-        loss: what the loss takes.
-        activations: of a microbatch.
-        is_cached: what is freed stays with an allocator, which cannot join it to the largest copy, made last.
+        workload: computed work.
+        held: weights of the rank.
+        loss: bytes of the loss.
+        activations: activations of a microbatch.
+        is_cached: whether freed memory stays with an allocator, which cannot join it for the largest copy, made last.
     """
     rank = _Rank(workload, held, activations)
     layers, count = held.layers, workload.num_microbatches
@@ -167,11 +167,11 @@ def peak(
 
 
 def _passes(workload: Workload, held: Held) -> Iterator[_Pass]:
-    """The backwards that may need most: that of the last microbatch, and where they differ the first and the others."""
+    """The backwards that may need most: the last microbatch's, and the first one's and the others' if they differ."""
     count, others = workload.num_microbatches, held.layers.in_flight - 1
     if workload.zero_stage < 3:
         yield _Pass(is_there=True, is_summed=False, stays=True, others=others)
-    elif workload.layout.pp > 1:  # weights stay and gradients are summed after the last
+    elif workload.layout.pp > 1:  # weights stay, and gradients are summed after the last
         yield _Pass(is_there=count > held.layers.in_flight, is_summed=False, stays=True, others=others)
         if count <= held.layers.in_flight and count > 1:
             yield _Pass(is_there=True, is_summed=False, stays=True, others=max(0.0, others - 1))
@@ -183,7 +183,7 @@ def _passes(workload: Workload, held: Held) -> Iterator[_Pass]:
 
 
 def waits_for_loss(workload: Workload) -> bool:
-    """The last layer is gathered for its backward when that of the output layer begins: with a chunked loss."""
+    """Whether the last layer is gathered before the backward of the output layer begins: with a chunked loss."""
     layout = workload.layout
     is_gathered = layout.fsdp > 1 or (workload.model.num_experts > 0 and layout.efsdp > 1)
     return is_gathered and layout.pp == 1 and workload.reshard != "never" and workload.loss_tokens is not None
@@ -195,7 +195,7 @@ def waiting_for_loss(workload: Workload, held: Held) -> float:
 
 
 def _gathered_ahead(workload: Workload, held: Held) -> float:
-    """Numbers of the last layer that FSDP gathers ahead: of two groups with a mesh each the experts."""
+    """Numbers of the last layer that FSDP gathers ahead; with two groups on separate meshes, those of the experts."""
     layout, last = workload.layout, held.layer(held.layers.layers - 1)
     if last.routed and max(layout.tp, layout.ep) > 1 and not workload.trainer.splits_experts:
         return last.routed * (layout.efsdp > 1)
@@ -203,8 +203,8 @@ def _gathered_ahead(workload: Workload, held: Held) -> float:
 
 
 def parts_between(workload: Workload, held: Held, count: int) -> float:
-    """Bytes of the embedding and the first ``count`` layers where forward and backward leave parts of them, as an
-    integer ``reshard_after_forward_mode`` asks.
+    """Bytes of the embedding and the first ``count`` layers, with an integer ``reshard_after_forward_mode``: forward
+    and backward leave parts of them.
     """
     if not workload.reshard.isdecimal():
         return 0.0
@@ -213,12 +213,12 @@ def parts_between(workload: Workload, held: Held, count: int) -> float:
 
 
 def _constant(workload: Workload, held: Held) -> tuple[float, float]:
-    """Bytes of the weights and of the optimizer's state, which are there all the time."""
+    """Bytes of the weights and of the optimizer's state, which exist all the time."""
     stored, param = workload.weight_bytes, workload.param_bytes
     own, state = (0.0, 0.0) if workload.cpu_offload else (held.own, held.state)
     if workload.zero_stage == 3:
         return own * stored + held.buffers, state
-    # and weights to update, beside narrower ones
+    # and the weights to update, in addition to narrower ones
     return held.whole * param + held.buffers, state + own * stored * (stored > param)
 
 
@@ -237,7 +237,7 @@ class _Rank:
         self._is_whole = workload.num_microbatches > 1 and (workload.gradient_sync == "deferred" or layout.pp > 1)
         is_tied = workload.is_tied
         stays = is_sharded and workload.trainer.ends_stay
-        # embedding and output layer in one unit: gathered, and their gradients whole, until the end
+        # embedding and output layer in one unit are gathered, with whole gradients, until the end
         self._is_one_end = is_tied or (stays and layers.has_head)
         self._ends = max(1, layers.has_embedding + (layers.has_head and not is_tied)) if stays else 1
         self._end = held.end * self._param
@@ -245,7 +245,7 @@ class _Rank:
         self._embedding = held.units.embedding if layers.has_embedding else None
 
     def layers(self, one: _Pass) -> Iterator[Moment]:
-        """When the backward of a layer begins and ends, and when its gradient is to be summed over ranks."""
+        """Moments when the backward of a layer begins and ends, and when its gradient is to be summed over ranks."""
         held, kept, hidden = self._held, self._activations, self._activations.hidden
         count, dense = held.layers.layers, held.layers.dense
         for index in sorted({0, 1, dense - 1, dense, dense + 1, count - 2, count - 1} & set(range(count))):
@@ -264,7 +264,7 @@ class _Rank:
                 yield Moment(name, gradients, end, 0.0, copies, 0.0, hidden + self._waiting)
 
     def output(self, one: _Pass, loss: LossBytes) -> Iterator[Moment]:
-        """The loss, and the backward of the output layer."""
+        """Moments of the loss and of the backward of the output layer."""
         held, work = self._held, self._work
         kept = self._activations.all
         before = self._before(one)
@@ -272,22 +272,22 @@ class _Rank:
         last = _gathered_ahead(work, held) * self._param
         if self._is_copied and (one.stays or work.reshard == "never"):
             gathered = held.whole * self._param
-            # what the last gather copied from waits for the next one
+            # the source of the last gather is freed at the next gather
             gathered += last * (self._is_one_end and work.layout.pp == 1 and not one.is_there)
         elif self._is_copied:
             gathered = self._ends * self._end + parts_between(work, held, held.layers.layers)
             late = last  # gathered when the backward of the output layer begins
-        made = self._waiting or self._end + self._sum(one, held.layers.layers)  # its gradient, and as it is summed
+        made = self._waiting or self._end + self._sum(one, held.layers.layers)  # its gradient, and the sum of it
         copies = gathered + late + max(0.0, made - loss.output)
         yield Moment("at the loss", before, kept, loss.kept + loss.work, gathered, 0.0, self._activations.hidden)
         yield Moment("backward, output layer", before, kept, max(loss.kept, loss.output), copies)
 
     def embedding(self, one: _Pass, *, is_cached: bool) -> Moment:
-        """The backward of the embedding, and the sum of its gradient over ranks."""
+        """Moment of the backward of the embedding, and of the sum of its gradient over ranks."""
         ends = self._ends * self._end
         summed = ends * self._reduce / self._param * (one.is_summed and self._is_copied)
-        freed = self._sum(one, 0) + self._gathered(one, -1)  # by when its own gradient is summed
-        # of a tied weight both gradients and their sum
+        freed = self._sum(one, 0) + self._gathered(one, -1)  # freed before its own gradient is summed
+        # a tied weight has both gradients and their sum
         made = max(ends, 3 * self._waiting) if self._work.is_tied else ends
         shard = ends / self._param * self._stored / self._work.layout.fsdp
         left = ends if not summed or self._is_whole or self._work.cpu_offload else max(ends, shard)
@@ -297,7 +297,7 @@ class _Rank:
         )
 
     def update(self) -> Moment:
-        """The optimizer's step, by when FSDP has summed all gradients over ranks."""
+        """Moment of the optimizer's step, after FSDP has summed all gradients over ranks."""
         work, held = self._work, self._held
         own = 0.0 if work.cpu_offload else held.own
         gradients = (
@@ -312,13 +312,13 @@ class _Rank:
         if self._work.zero_stage < 3:
             return 0.0
         if one.is_there and (self._is_plain or (self._is_whole and self._param == self._reduce)):
-            return 0.0  # it is added to the one that is there
+            return 0.0  # it is added to the existing gradient
         if self._is_whole and not (one.is_there or one.is_summed):
-            return max(self._param, self._reduce)  # and as it is kept
+            return max(self._param, self._reduce)  # and the dtype in which it is kept
         return self._param
 
     def _before(self, one: _Pass) -> float:
-        """Gradients of earlier microbatches."""
+        """Bytes of gradients of earlier microbatches."""
         held, work = self._held, self._work
         if work.zero_stage < 3:
             return (held.own if work.zero_stage == 2 else held.whole) * self._reduce
@@ -329,7 +329,7 @@ class _Rank:
         return 0.0 if work.cpu_offload else held.own * self._stored
 
     def _gradients(self, one: _Pass, index: int) -> float:
-        """Gradients in the backward of layer ``index``, -1 for the embedding, but its own and those being summed."""
+        """Bytes of gradients in the backward of layer ``index`` (-1: the embedding), without its own and its sums."""
         held, before = self._held, self._before(one)
         if self._work.zero_stage < 3:
             return before
@@ -340,7 +340,7 @@ class _Rank:
             whole, own = whole + held.units.head.whole, own + held.units.head.own
         made, stored = held.whole - whole, (held.own - own) * (not self._work.cpu_offload)
         if not self._is_whole:
-            # what replicas sum stays until the end of the backward, where it is not itself the gradient
+            # the input of the replicas' sum stays until the end of the backward, unless it is the gradient itself
             is_other = one.is_there or self._stored != self._reduce
             summed = stored * self._reduce * (is_other and self._is_copied and self._work.layout.dp_replicate > 1)
             return (before or stored * self._stored) + summed
@@ -349,7 +349,7 @@ class _Rank:
         return before - made * self._reduce + stored * self._stored
 
     def _sum(self, one: _Pass, index: int) -> float:
-        """The gradient of layer ``index``, or after the last layer of the output layer, on its way to other ranks."""
+        """Bytes of the gradient of layer ``index`` on its way to other ranks; after the last: the output layer's."""
         held = self._held
         if not (one.is_summed and self._is_copied):
             return 0.0
@@ -358,7 +358,7 @@ class _Rank:
         return held.end * self._reduce * (held.layers.has_head and not self._is_one_end)
 
     def _gathered(self, one: _Pass, index: int) -> float:
-        """Weights that are whole in the backward of layer ``index``, -1 for the embedding."""
+        """Bytes of weights that are whole in the backward of layer ``index`` (-1: the embedding)."""
         held, work = self._held, self._work
         if not self._is_copied:
             return 0.0
@@ -370,6 +370,6 @@ class _Rank:
         if index < 0:
             return ends
         found = held.layer(index).whole * self._param + ends * self._is_one_end
-        if work.layout.fsdp > 1:  # and the next one
+        if work.layout.fsdp > 1:  # and the next layer
             found += held.layer(index - 1).whole * self._param if index else ends * (not self._is_one_end)
         return found + parts_between(work, held, index)

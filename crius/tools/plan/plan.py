@@ -1,7 +1,4 @@
-"""``make_plan``: a search with all that is told of it; ``recommend``: its winner; ``alternatives``: cases that fit.
-
-Torch-free.
-"""
+"""``make_plan``: a search and its report; ``recommend``: its winner; ``alternatives``: cases that fit. Torch-free."""
 
 import math
 import time
@@ -39,34 +36,34 @@ from crius.tools.plan.variants import overrides
 
 MOST_REMEDIES = 6
 MOST_TRIES = 20
-"""Winners that the rules of a run may refuse before there is said to be none."""
+"""Most winners that the rules of a run may refuse before the plan has no winner."""
 
 PLAN_RULES = [rule for rule in RULES if rule is not extras_installed]
-"""Of a run elsewhere: what is installed here does not matter."""
+"""Rules that do not hold for a plan: packages on this machine do not matter for a run elsewhere."""
 
 OPEN_RULES = (
     *(known_model, ranges, tensor_parallel_divides, sequence_divides, activation_checkpoint_options),
     *OPTIMIZER_RULES,
 )
-"""Those that say something of a run whose degrees are partly open."""
+"""Rules that are meaningful for a run whose degrees are partly open."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is told of a case.
+    """Report about a case.
 
     Attributes:
         case: what was asked.
-        found: by the search.
-        winner: what to take; None: nothing fits.
-        settings: dotted fields that make a run what the winner is.
+        found: results of the search.
+        winner: recommended candidate; None: nothing fits.
+        settings: dotted fields that turn a run into the winner.
         rows: the winner and the fastest other layouts.
-        rejected: instructive others, with reasons.
-        nearby: what one change would cost.
-        least_gpus: the smallest number of GPUs on which some layout fits; 0: none is enough.
-        least_keeps_degrees: so many are enough with the degrees that were given.
-        outside: why measurements do not support the winner, or else the smallest layout; empty where they do.
-        seconds: that it took.
+        rejected: instructive other candidates, with reasons.
+        nearby: effects of one change.
+        least_gpus: smallest number of GPUs on which some layout fits; 0: no number is enough.
+        least_keeps_degrees: whether that number is enough with the given degrees.
+        outside: why measurements do not support the winner, or else the smallest layout; empty if they do.
+        seconds: seconds that the plan took.
     """
 
     case: Case
@@ -83,14 +80,14 @@ class Plan:
 
 
 def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
-    """Search ``case`` and tell about it.
+    """Search ``case`` and report.
 
     Args:
         case: what is asked.
-        is_brief: without sensitivity and the smallest number of GPUs.
+        is_brief: leave out sensitivity and the smallest number of GPUs.
 
     Raises:
-        ConfigError: layouts fit, and a run takes none of them for what was given.
+        ConfigError: layouts fit, but the rules of a run refuse all of them for the given settings.
     """
     started = time.monotonic()
     found = search(case)
@@ -114,11 +111,11 @@ def make_plan(case: Case, *, is_brief: bool = False) -> Plan:
 
 
 def check_case(case: Case, origin: Callable[[str], str]) -> None:
-    """Check the given settings by the rules of a run, with the degrees that are open left at one rank.
+    """Check the given settings by the rules of a run, with open degrees at one rank.
 
     Args:
         case: what is asked.
-        origin: where a dotted field came from.
+        origin: gives the origin of a dotted field.
 
     Raises:
         ConfigError: all violations.
@@ -127,7 +124,7 @@ def check_case(case: Case, origin: Callable[[str], str]) -> None:
         raise ConfigError(
             "activation_checkpoint.mode memory_budget cannot be planned.",
             where=f"--activation_checkpoint.mode ({origin('activation_checkpoint.mode')})",
-            why="torch.compile chooses what to recompute",
+            why="torch.compile chooses the ops to recompute",
             fix="--activation_checkpoint.mode selective, or leave it out to let the plan choose",
         )
     if case.facts is not None:
@@ -141,7 +138,7 @@ def check_case(case: Case, origin: Callable[[str], str]) -> None:
     if case.num_gpus % total:
         given = {name: degree for name, degree in degrees.items() if degree > 1}
         raise LayoutError(
-            f"{case.num_gpus} GPUs are no multiple of {total}, the product of the degrees given.",
+            f"{case.num_gpus} GPUs are not a multiple of {total}, the product of the given degrees.",
             where=", ".join(f"--{name} {degree}" for name, degree in given.items()),
             why="the degrees multiply to the number of GPUs",
             fix=f"--gpus {-(-case.num_gpus // total) * total}, or leave a degree out",
@@ -149,10 +146,10 @@ def check_case(case: Case, origin: Callable[[str], str]) -> None:
 
 
 def _check_batch(case: Case, origin: Callable[[str], str]) -> None:
-    """What was given of the batch splits into microbatches, whatever the layout.
+    """Check that the given batch sizes split into microbatches, for any layout.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they do not.
     """
     name, training = "training.global_batch_size", case.config.training
     replicas, shards = case.given(DEGREES["dp_replicate"]) or 1, case.given(DEGREES["dp_shard"]) or 1
@@ -162,7 +159,7 @@ def _check_batch(case: Case, origin: Callable[[str], str]) -> None:
         return
     given = [field for field in (name, "training.local_batch_size") if case.given(field)]
     raise ConfigError(
-        f"global_batch_size {total} is no multiple of {unit}: local_batch_size {local} x the ranks given.",
+        f"global_batch_size {total} is not a multiple of {unit}: local_batch_size {local} x the given ranks.",
         where=", ".join(f"--{field} ({origin(field)})" for field in given),
         why="each data-parallel rank takes whole microbatches",
         fix=f"--{name} {-(-total // unit) * unit}, or leave a size or a degree out",
@@ -170,10 +167,10 @@ def _check_batch(case: Case, origin: Callable[[str], str]) -> None:
 
 
 def legal_best(found: Found) -> Candidate | None:
-    """The best candidate that the rules of a run let pass; None where nothing fits.
+    """The best candidate that the rules of a run accept; None if nothing fits.
 
     Raises:
-        ConfigError: some fit, and the rules let none pass: what is wrong with the best one.
+        ConfigError: some candidates fit, but the rules accept none: the errors of the best one.
     """
     case, pool = found.case, found.fitting
 
@@ -203,11 +200,11 @@ def legal_best(found: Found) -> Candidate | None:
 
 
 def recommend(case: Case) -> tuple[Candidate, list[str]]:
-    """The layout, recomputation and microbatch that a run should take, and why, as sentences.
+    """The layout, recomputation and microbatch that a run should use, and why, as sentences.
 
     Raises:
         LayoutError: nothing fits, or nothing is legal.
-        ConfigError: what fits is refused for something that was given.
+        ConfigError: candidates fit, but given settings make the rules refuse them.
     """
     found = search(case)
     winner = legal_best(found)
@@ -217,7 +214,7 @@ def recommend(case: Case) -> tuple[Candidate, list[str]]:
 
 
 def remedies_of(plan: Plan) -> list[Remedy]:
-    """What to change where nothing fits: settings of the smallest layout, the cheapest that suffice first."""
+    """Changes if nothing fits: settings of the smallest layout, the cheapest that suffice first."""
     case, smallest = plan.case, plan.found.smallest
     if smallest is None:
         return []
@@ -246,7 +243,7 @@ def nothing_fits(found: Found) -> LayoutError:
     if smallest is None:
         return LayoutError(
             f"no layout of {case.num_gpus} GPUs is legal for {case.shape.name} and {case.global_batch_size} sequences "
-            "a step.",
+            "per step.",
             where=flags,
             why="degrees must divide the GPUs, the heads, the sequence and the batch",
             fix=f"--training.global_batch_size {-(-case.global_batch_size // case.num_gpus) * case.num_gpus}, or give "
@@ -254,33 +251,33 @@ def nothing_fits(found: Found) -> LayoutError:
         )
     need, most = smallest.memory.total / 2**30, usable_bytes(case.hardware) / 2**30
     least, keeps_degrees = fewest_with(case)
-    more = f"take {least} GPUs{'' if keeps_degrees else ' with other degrees'}, or " if least else ""
+    more = f"use {least} GPUs{'' if keeps_degrees else ' with other degrees'}, or " if least else ""
     offload = f", --{OFFLOAD}" if state_bytes(case) / case.num_gpus <= MOST_HOST_BYTES else ""
     return LayoutError(
         f"{case.shape.name} does not fit on {case.num_gpus} x {case.hardware.name}: the smallest layout, "
         f"{smallest.workload.layout}, needs {need:,.1f} GiB of {most:,.1f}.",
         where=flags,
         fix=f"{more}less per number: --optimizer.state_dtype 8bit, "
-        f"--training.dtype bfloat16{offload}; crius plan says what each saves",
+        f"--training.dtype bfloat16{offload}; crius plan shows the savings of each",
     )
 
 
 SHORTEST = 256
-"""Tokens of a sequence below which no shorter one is tried."""
+"""Shortest sequence in tokens that is tried."""
 
 OTHER_GPU = "h100-80g"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """What to ask for instead.
+    """An alternative case.
 
     Attributes:
-        what: it is, in words.
-        case: that fits.
-        changes: dotted fields that have another value than was asked.
+        what: description, in words.
+        case: a case that fits.
+        changes: dotted fields whose value differs from the request.
         left_out: dotted fields that were given and are open now.
-        gpu: name of other hardware; empty: that of the case.
+        gpu: name of other hardware; empty: the hardware of the case.
     """
 
     what: str
@@ -291,13 +288,14 @@ class Alternative:
 
 
 def alternatives(plan: Plan, remedies: Iterable[Remedy]) -> list[Alternative]:
-    """Cases with a winner near one that has none, the one that changes no numbers last; empty where none is found.
+    """Cases with a winner, near a case without one; a case that changes no numbers is the last. Empty if there are
+    none.
 
-    On the same GPUs without the degrees that were given, or with the cheapest remedy; on the fewest GPUs that are
-    enough. Where there is neither: shorter sequences, and at last other GPUs.
+    They are on the same GPUs without the given degrees, or with the cheapest remedy; and on the smallest sufficient
+    number of GPUs. If neither exists: shorter sequences, and last other GPUs.
 
     Args:
-        plan: of which nothing fits.
+        plan: plan without a winner.
         remedies: changes of its smallest layout, the cheapest first.
     """
     same = next((one for one in _on_the_same(plan.case, remedies) if _fits(one)), None)
@@ -311,7 +309,7 @@ def alternatives(plan: Plan, remedies: Iterable[Remedy]) -> list[Alternative]:
 def _fits(one: Alternative) -> bool:
     try:
         return make_plan(one.case, is_brief=True).winner is not None
-    except ConfigError:  # its layouts fit, and the rules of a run refuse them
+    except ConfigError:  # its layouts fit, but the rules of a run refuse them
         return False
 
 
@@ -343,7 +341,7 @@ def _on_the_fewest(plan: Plan) -> Iterator[Alternative]:
 
 
 def _on_others(case: Case) -> Iterator[Alternative]:
-    """With ever shorter sequences here, then with these and with the whole sequence on other GPUs."""
+    """Alternatives with shorter and shorter sequences here, then on other GPUs with these and the whole sequence."""
     degrees, wide = _given_degrees(case), case.with_any_degrees
     length = power_below(wide.config.training.seq_len)
     while length >= SHORTEST:

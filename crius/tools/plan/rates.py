@@ -1,4 +1,4 @@
-"""What a processor and its memory reach, and seconds of the layers of a model. Torch-free.
+"""Reached speeds of a processor and its memory, and seconds of the layers of a model. Torch-free.
 
 ``benchmarks/fit_planner.py`` writes the constants.
 """
@@ -18,44 +18,46 @@ class TimeConstants:
     """Efficiencies, overlaps and overheads; shares of a peak unless a unit is named.
 
     Attributes:
-        matmul_ampere: of the peak, what large matmuls of a training step reach on A100.
+        matmul_ampere: share of the peak that large matmuls of a training step reach on A100.
         matmul_hopper: the same on H100 and H200.
         matmul_blackwell: the same on B200 and GB200.
         matmul_blackwell_ultra: the same on B300 and GB300, against the same peaks.
         matmul_cdna3: the same on MI300X.
-        power_exponent: efficiency falls with the power limit's share to this power.
-        power_exponent_blackwell: the same on Blackwell, which its full power limits too.
-        matmul_traffic: times that a matmul's operands cross the memory, as a cost beside its FLOPs.
-        attention_ampere: of the peak, what causal attention reaches on A100.
+        power_exponent: exponent by which efficiency falls with the share of the power limit.
+        power_exponent_blackwell: the same on Blackwell, which even its full power limit slows.
+        matmul_traffic: number of times that a matmul's operands cross the memory, as a cost in addition to its FLOPs.
+        attention_ampere: share of the peak that causal attention reaches on A100.
         attention_hopper: the same on H100 and H200 with TransformerEngine's kernels.
         attention_blackwell: the same on Blackwell.
-        flash2_flops: FLOPs a second of FlashAttention-2 on GPUs newer than it, whose matmul units it does not use.
-        memory: of the bandwidth, what elementwise operations reach.
-        elementwise_eager: times that a layer's activations cross the memory in eager PyTorch.
+        flash2_flops: FLOP/s of FlashAttention-2 on GPUs newer than it, whose matmul units it does not use.
+        memory: share of the bandwidth that elementwise operations reach.
+        elementwise_eager: number of times that a layer's activations cross the memory in eager PyTorch.
         elementwise_compiled: the same, compiled.
-        float8_tensorwise: of float8's peak relative to bfloat16's efficiency, with one scale a tensor.
-        float8_rowwise: the same with one scale a row.
-        mxfp8: factor on these with a scale every 32 numbers.
-        nvfp4: of the 4-bit peak.
-        cast_traffic: times that a matmul's operands cross the memory to be quantized.
-        link: of ``link_bandwidth``, what collectives reach.
-        nic: of ``nic_bandwidth``.
+        float8_tensorwise: share of float8's peak relative to bfloat16's efficiency, with one scale per tensor.
+        float8_rowwise: the same with one scale per row.
+        mxfp8: factor on these with a scale per 32 numbers.
+        nvfp4: share of the 4-bit peak.
+        cast_traffic: number of times that a matmul's operands cross the memory to be quantized.
+        link: share of ``link_bandwidth`` that collectives reach.
+        nic: share of ``nic_bandwidth`` that collectives reach.
         hop_seconds: latency of a collective for each node it visits, seconds.
-        overlap_cost: share of hidden communication that slows the compute beside it.
+        overlap_cost: share of hidden communication that slows the compute that hides it.
         tp_exposed: share of tensor parallelism's communication that is not hidden.
         tp_async: factor on it with async tensor parallelism.
-        cp_imbalance: attention slows by this share as context parallelism grows.
+        cp_imbalance: share by which attention slows as context parallelism grows.
         cp_exposed: share of context parallelism's communication that is not hidden.
         ep_exposed: share of expert parallelism's all-to-alls that is not hidden.
-        dp_exposed: share of the gradient reduction that overlaps in theory and yet is not hidden.
+        dp_exposed: share of the gradient reduction that overlaps in theory but is not hidden.
         expert_efficiency: factor on the efficiency of matmuls of experts.
-        expert_traffic: times that routed tokens cross the memory to be permuted.
-        expert_seconds: time a layer of experts waits for its routing to reach the host and back, both passes, seconds.
+        expert_traffic: number of times that routed tokens cross the memory to be permuted.
+        expert_seconds: time that a layer of experts waits for its routing to reach the host and back, both passes,
+            seconds.
         expert_torch: factor on the permutation and the routing to experts outside Megatron.
         graph_launch: share of launch times that is left when graphs or compiled code are launched.
         op_seconds: time to launch one operation, seconds.
         step_seconds: fixed cost of a step, seconds.
-        bias: logarithm of how much slower compute is than the rest says. torchtitan's, whose blocks are as Crius's.
+        bias: logarithm of the factor by which compute is slower than the other constants predict. It is torchtitan's,
+            whose blocks are like Crius's.
     """
 
     matmul_ampere: float = 0.866
@@ -102,36 +104,36 @@ TIME = TimeConstants()
 
 
 UNFUSED_CAST = 4
-"""Times that quantizing costs more in eager PyTorch; and by rows under tensor parallelism, whose shards are cast alone
-(github.com/pytorch/torchtitan/issues/1207)."""
+"""Factor on the cost of quantizing in eager PyTorch; and by rows under tensor parallelism, whose shards are cast
+separately (github.com/pytorch/torchtitan/issues/1207)."""
 
 READ_TWICE = 1.5
-"""Times that TransformerEngine's current scaling costs more than a scale by block or from earlier steps: it reads a
-tensor once more, for its largest value (6 bytes a number against 4: two reads in bfloat16 and a write in both layouts).
-Compiled code takes that value where it writes the tensor."""
+"""Factor of TransformerEngine's current scaling over a scale by block or from earlier steps. It reads a tensor once
+more, for its largest value (6 bytes per number against 4: two reads in bfloat16 and a write in both layouts). Compiled
+code takes that value where it writes the tensor."""
 
 TILE = 256
-"""Width of a tile of a GPU's matmul (github.com/NVIDIA/cutlass: 128 x 256 is the largest on Hopper); the last one of a
-matmul that it does not divide is computed whole."""
+"""Width of a tile of a GPU's matmul (github.com/NVIDIA/cutlass: 128 x 256 is the largest on Hopper). If it does not
+divide a matmul, the last tile is computed in full."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Reached, not peak.
+    """Reached rates, not peaks.
 
     Attributes:
-        flops: of matmuls of blocks in the precision that they run in, a second.
-        wide_flops: of matmuls that stay in bfloat16 (below float32): the output layer's, experts' router.
-        attention_flops: of attention, a second.
-        bytes: of elementwise operations, a second.
-        traffic: seconds for each operand number of a matmul of the blocks.
-        cast: seconds to quantize one of them; 0 where nothing is.
+        flops: FLOP/s of matmuls of blocks in the precision that they run in.
+        wide_flops: FLOP/s of matmuls that stay in bfloat16 (below float32): the output layer's, the experts' router's.
+        attention_flops: FLOP/s of attention.
+        bytes: bytes per second of elementwise operations.
+        traffic: seconds per operand number of a matmul of the blocks.
+        cast: seconds to quantize one operand number; 0 if nothing is quantized.
         recast: share of the microbatches in which weights are quantized.
-        wide_traffic: the same of those that stay in bfloat16.
+        wide_traffic: ``traffic`` of matmuls that stay in bfloat16.
         elementwise: bytes of activations that a layer moves, as a multiple of one pass.
-        op_seconds: to launch one operation.
+        op_seconds: seconds to launch one operation.
         experts: factor on permutation and routing to experts.
-        tile: features of a matmul are computed in multiples of it.
+        tile: unit that the features of a matmul are rounded up to.
     """
 
     flops: float
@@ -153,11 +155,11 @@ class Rates:
         Args:
             tokens: rows of the activations.
             sizes: features in and out.
-            experts: matmuls of each size, over which the rows are spread.
+            experts: matmuls of each size that the rows are spread over.
         """
         flops = weights = activations = 0.0
         for features_in, features_out in sizes:
-            # each is the width of an output: of the forward, of the gradient of the input, and both of the weight's
+            # each is the width of an output: of the forward, of the input's gradient, and both of the weight's gradient
             flops += self._tiled(features_in) * self._tiled(features_out)
             weights += experts * features_in * features_out
             activations += tokens * (features_in + features_out)
@@ -169,7 +171,7 @@ class Rates:
 
 
 def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> Rates:
-    """What ``hardware`` reaches in this workload."""
+    """Rates that ``hardware`` reaches in this workload."""
     trainer, recipe, compiled = workload.trainer, workload.float8_recipe, workload.compile
     on_cpu, is_wide = hardware.generation == "cpu", workload.precision == "float32"
     attention_peak = hardware.float32_flops if on_cpu or is_wide else hardware.bfloat16_flops
@@ -182,7 +184,7 @@ def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> R
     cast = constants.cast_traffic * (1 if casts_fused else UNFUSED_CAST) * 2 if peak else 0.0
     if "current_scaling" in recipe:
         cast *= READ_TWICE
-    # what is measured has it in it
+    # measured rates include it
     bias = 1.0 if hardware.measured else math.e ** (constants.bias if trainer.bias is None else trainer.bias)
     passes = constants.elementwise_compiled if compiled else constants.elementwise_eager
     return Rates(
@@ -192,7 +194,7 @@ def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> R
         bytes=memory / bias,
         traffic=constants.matmul_traffic * (operand_bytes if peak else wide_bytes) / memory,
         cast=cast / memory,
-        # FSDP gathers weights anew for every microbatch
+        # FSDP gathers weights again for every microbatch
         recast=1 / workload.num_microbatches if trainer.casts_once and workload.zero_stage < 3 else 1.0,
         wide_traffic=constants.matmul_traffic * wide_bytes / memory,
         elementwise=wide_bytes / 2 * (passes if trainer.elementwise is None else trainer.elementwise),
@@ -205,7 +207,7 @@ def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> R
 def _efficiencies(
     hardware: Hardware, constants: TimeConstants, trainer: Trainer, attention_peak: float
 ) -> tuple[float, float]:
-    """Of matmuls and of attention."""
+    """Efficiencies of matmuls and of attention."""
     matmul, attention = {
         "ampere": (constants.matmul_ampere, constants.attention_ampere),
         "ada": (constants.matmul_ampere, constants.attention_ampere),
@@ -223,7 +225,7 @@ def _efficiencies(
 
 
 def _narrow(workload: Workload, hardware: Hardware, constants: TimeConstants) -> tuple[float, float, float]:
-    """Peak, efficiency relative to bfloat16's, and bytes of an operand, of matmuls below 16 bits; else a peak of 0."""
+    """Peak, efficiency relative to bfloat16's, and bytes per operand, of matmuls below 16 bits; else a peak of 0."""
     precision, trainer = workload.precision, workload.trainer
     if precision in ("float32", "bfloat16"):
         return 0.0, 1.0, 2.0
@@ -239,16 +241,16 @@ def _narrow(workload: Workload, hardware: Hardware, constants: TimeConstants) ->
 
 @lru_cache(maxsize=1024)
 def linears(layer: Layer, tp: int) -> tuple[tuple[float, float], ...]:
-    """Features in and out of each linear layer that computes every token, as one of ``tp`` ranks has it.
+    """Features in and out of each linear layer that computes every token, on one of ``tp`` ranks.
 
-    One that writes to the residual stream splits its input, the others their output.
+    A layer that writes to the residual stream splits its input, the others split their output.
     """
     return tuple(_split(weight.shape, tp, weight.to_residual) for weight in layer.weights if weight.kind == "linear")
 
 
 @lru_cache(maxsize=1024)
 def expert_matmuls(layer: Layer, tp: int) -> tuple[tuple[float, float], ...]:
-    """The same of one routed expert; empty where there is none."""
+    """The same for one routed expert; empty if there is none."""
     experts = (weight for weight in layer.weights if weight.kind == "expert")
     return tuple(_split(weight.shape[1:], tp, weight.to_residual) for weight in experts)
 
@@ -267,7 +269,7 @@ def numbers(layer: Layer, *kinds: str) -> int:
 
 
 HEAD_BYTES = {"eager": 48.0, "chunked": 24.0, "compiled": 20.0, "fused": 14.0}
-"""Bytes a logit moves in the loss and its gradient, by ``Workload.loss``: passes over it in float32 and bfloat16."""
+"""Bytes per logit that the loss and its gradient move, by ``Workload.loss``: passes over it in float32 and bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -280,24 +282,25 @@ class Compute:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all seconds."""
         return self.matmul + self.attention + self.elementwise
 
     def times(self, factor: float) -> "Compute":
-        """Of ``factor`` times as many layers."""
+        """Seconds of ``factor`` times as many layers."""
         return Compute(factor * self.matmul, factor * self.attention, factor * self.elementwise)
 
     def plus(self, other: "Compute") -> "Compute":
-        """Both."""
+        """Seconds of both."""
         return Compute(
             self.matmul + other.matmul, self.attention + other.attention, self.elementwise + other.elementwise
         )
 
 
 def passes(workload: Workload) -> int:
-    """Times that a weight is multiplied: forward, for the gradient of the input and, unless it is frozen, for its own.
+    """Number of matmuls per weight: forward, for the gradient of the input and, unless it is frozen, for its own
+    gradient.
 
-    What adapters take is left out: of rank 16 it is 1 % of a layer 4,096 wide.
+    The cost of adapters is left out: at rank 16 it is 1 % of a layer 4,096 wide.
     """
     return 3 if workload.model.adapted is None else 2
 
@@ -326,7 +329,7 @@ def forward(workload: Workload, rates: Rates, constants: TimeConstants) -> Compu
             matmul += count / layout.pp * seconds
     spread = 1 + constants.cp_imbalance * (layout.cp - 1) / layout.cp
     width = attention.num_heads * (attention.head_dim + attention.value_dim)
-    scores = tokens * workload.seq_len * width / tp  # half of them: causal
+    scores = tokens * workload.seq_len * width / tp  # half of them, as attention is causal
     return Compute(
         matmul=matmul,
         attention=model.num_layers / layout.pp * scores / rates.attention_flops * spread,
@@ -340,9 +343,9 @@ def _routed(workload: Workload, layer: Layer, rates: Rates, constants: TimeConst
     if not experts.num_experts:
         return 0.0
     local, tp = max(1.0, experts.num_experts / workload.layout.ep), workload.layout.tp
-    if not workload.trainer.splits_experts:  # each expert is whole, and each rank sends its part of a sequence
+    if not workload.trainer.splits_experts:  # experts are whole, and each rank sends its part of a sequence
         tokens, tp = tokens / tp, 1
-        rates = replace(rates, flops=rates.wide_flops, traffic=rates.wide_traffic, cast=0.0)  # nor are they in float8
+        rates = replace(rates, flops=rates.wide_flops, traffic=rates.wide_traffic, cast=0.0)  # not in float8 either
     routed = rates.matmuls(tokens * experts.top_k, expert_matmuls(layer, tp), local)
     return routed / (constants.expert_efficiency if workload.model.is_routed else 1.0)
 

@@ -1,4 +1,4 @@
-"""What to change in a run that does not fit: each flag, with its memory and its price in time. Torch-free."""
+"""Changes for a run that does not fit: each flag, with its memory and its price in time. Torch-free."""
 
 import dataclasses
 import itertools
@@ -24,20 +24,20 @@ from crius.units import GIB
 
 ROUNDING = "rounds other numbers"
 ROUNDING_PRICE = 0.05
-"""What another rounding of numbers counts as, in shares of a step: a loss curve that stays is worth that."""
+"""Price of another rounding of numbers, as a share of a step: an unchanged loss curve is worth that much."""
 
 RANKS_PRICE = 0.5
-"""What twice the ranks count as: they are paid for."""
+"""Price of twice the ranks, because they must be paid for."""
 
 LEAST_GAIN = 0.005
-"""Share of the memory, but for what a process has without a model, below which a change is no remedy."""
+"""Share of the memory, without the memory of an empty process, below which a change is not a remedy."""
 
 LEAST_SAVED = GIB / 10
-"""Bytes below which a change is no remedy: a plan is not as exact, and no run ends for so little."""
+"""Bytes below which a change is not a remedy: plans are less exact, and no run fails for so little."""
 
 MOST_HOST_BYTES = 256 * GIB
-"""Of a host's memory for each of its GPUs, beyond which no one is advised to offload: hosts of 8 GPUs have 1 to 2 TiB
-(NVIDIA DGX A100 and H100, AWS p4d and p5)."""
+"""Bytes of a host's memory per GPU above which offloading is not recommended: hosts of 8 GPUs have 1 to 2 TiB (NVIDIA
+DGX A100 and H100, AWS p4d and p5)."""
 
 OFFLOAD = "training.enable_cpu_offload"
 
@@ -48,13 +48,13 @@ class Remedy:
 
     Attributes:
         changes: dotted fields and their values.
-        num_ranks: that the run then has.
-        nbytes: planned for the fullest rank.
-        saved: planned bytes that it saves.
-        slower: planned share of a step that it costs: 0.07 is 7 % more time. Below 0: it gains.
-        note: what else changes; may be empty.
+        num_ranks: ranks that the run then has.
+        nbytes: planned bytes of the fullest rank.
+        saved: planned bytes that the change saves.
+        slower: planned share of a step that it costs: 0.07 is 7 % more time. Below 0: the step is faster.
+        note: further effects; may be empty.
         fits: whether the plan is within the target.
-        host_bytes: of the host's memory that each rank needs for what is offloaded.
+        host_bytes: bytes of the host's memory that each rank needs for offloaded tensors.
     """
 
     changes: Mapping[str, Any]
@@ -68,12 +68,12 @@ class Remedy:
 
     @property
     def suffices(self) -> bool:
-        """Whether it fits on GPUs whose host has the memory that is usual."""
+        """Whether it fits on GPUs whose host has the usual amount of memory."""
         return self.fits and self.host_bytes <= MOST_HOST_BYTES
 
     @property
     def flags(self) -> str:
-        """Ready to paste."""
+        """The change as flags, ready to paste."""
         return " ".join(
             f"--{name}" if value is True else f"--{name}={value}" if value is False else f"--{name} {value}"
             for name, value in self.changes.items()
@@ -112,25 +112,25 @@ def remedies(
     rules: Sequence[Rule] = RULES,
     fixed: Collection[str] = (),
 ) -> list[Remedy]:
-    """The cheapest changes of ``config`` after which its plan is at most ``target`` bytes.
+    """The cheapest changes of ``config`` after which its plan has at most ``target`` bytes.
 
-    Single changes come first, then pairs, and where no pair suffices three at once; single ones that do not suffice
-    fill up the list, the smallest plan first. All pass the rules of a run. The global batch stays, so that the loss
-    curve does.
+    Single changes come first, then pairs, and if no pair suffices three at once. Single changes that do not suffice
+    fill up the list, the smallest plan first. All obey the rules of a run. The global batch stays, and so does the loss
+    curve.
 
     Args:
-        config: the run, with everything decided that the machine decides.
-        facts: of its model.
-        num_ranks: that it has.
-        hardware: what the time of a step is planned for.
+        config: the run, with all decisions of the machine.
+        facts: description of its model.
+        num_ranks: ranks of the run.
+        hardware: hardware that the time of a step is planned for.
         target: bytes of the fullest rank.
-        on_gpu: the run is on GPUs; what moves memory to the host helps there alone.
-        most: how many.
-        rules: that a changed run has to keep.
+        on_gpu: whether the run is on GPUs; moving memory to the host helps only there.
+        most: most remedies to return.
+        rules: rules that a changed run must obey.
         fixed: dotted fields that no remedy changes.
 
     Returns:
-        At most ``most`` remedies, the cheapest that suffices first; none that saves less than ``LEAST_SAVED``.
+        At most ``most`` remedies, the cheapest that suffices first; none saves less than ``LEAST_SAVED``.
     """
     runs = _Runs(config, facts, num_ranks, hardware, target, "cuda" if on_gpu else "cpu", rules)
     changes = [one for one in _changes(config, num_ranks, on_gpu) if not one.fields.keys() & set(fixed)]
@@ -147,17 +147,17 @@ def remedies(
 def remedies_of_shape(
     workload: Workload, hardware: Hardware, target: float, *, on_gpu: bool, fixed: Collection[str] = ()
 ) -> list[Remedy]:
-    """The same of a model that Crius does not train yet, of what holds its weights and the optimizer's state.
+    """Remedies for a model that Crius does not train yet: changes of the storage of its weights and optimizer state.
 
     Args:
-        workload: that is too large.
-        hardware: of every rank.
+        workload: workload that is too large.
+        hardware: hardware of every rank.
         target: bytes of the fullest rank.
-        on_gpu: the ranks are GPUs.
+        on_gpu: whether the ranks are GPUs.
         fixed: dotted fields that no remedy changes.
 
     Returns:
-        Those that suffice first, then the others, each from the smallest plan on.
+        Remedies that suffice first, then the others, each group from the smallest plan on.
     """
     options: list[tuple[_Change, dict[str, Any]]] = []
     if on_gpu and not workload.cpu_offload:
@@ -184,14 +184,14 @@ def remedies_of_shape(
 
 
 def _on_host(workload: Workload, hardware: Hardware) -> tuple[float, str]:
-    """Bytes of the host's memory that each rank needs, and in words what its host needs for all of its GPUs."""
+    """Bytes of the host's memory that each rank needs, and in words the need of its host for all of its GPUs."""
     if not workload.cpu_offload:
         return 0.0, ""
     parts = memory(replace(workload, cpu_offload=False), hardware).parts
     nbytes = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
     gpus = min(workload.layout.num_ranks, hardware.gpus_per_node)
     host = "the host" if gpus == 1 else f"a host of {gpus} GPUs"
-    unusual = ", more than most have" if nbytes > MOST_HOST_BYTES else ""
+    unusual = ", more than most hosts have" if nbytes > MOST_HOST_BYTES else ""
     return nbytes, f"needs {gpus * nbytes / GIB:,.0f} GiB of memory on {host}{unusual}"
 
 
@@ -207,7 +207,7 @@ def _remedy(
     hardware: Hardware,
     target: float,
 ) -> Remedy:
-    """What ``changes``, which set ``fields``, make of the run ``before``: ``workload``."""
+    """Effect of ``changes``, which set ``fields``, on the run ``before``: ``workload``."""
     after, (host_bytes, host_note) = judge(workload, hardware), _on_host(workload, hardware)
     return Remedy(
         changes=fields,
@@ -242,9 +242,9 @@ class _Runs:
         return flatten(self.config)
 
     def best(self, pool: Iterable[Sequence[_Change]]) -> list[Remedy]:
-        """Those of ``pool`` that help, what suffices first and of that the cheapest."""
+        """Changes of ``pool`` that help: sufficient ones first, and among these the cheapest."""
         priced = [one for one in map(self._priced, pool) if one is not None]
-        # below half a percent of a step the one that saves more
+        # below half a percent of a step, prefer the change that saves more
         priced.sort(
             key=lambda one: (
                 not one[1].suffices,
@@ -256,7 +256,7 @@ class _Runs:
         return [remedy for _, remedy in priced]
 
     def _priced(self, changes: Sequence[_Change]) -> tuple[float, Remedy] | None:
-        """The price and the effect of ``changes``; None where they are not legal or save nothing."""
+        """The price and the effect of ``changes``; None if they are not legal or save nothing."""
         fields = {name: value for name, value in _fields(changes).items() if self._now[name] != value}
         ranks = self.num_ranks * max(change.ranks for change in changes)
         changed = replace_fields(self.config, fields)
@@ -282,7 +282,7 @@ def _covers(several: Remedy, found: Sequence[Remedy]) -> bool:
 
 
 def _changes(config: RunConfig, num_ranks: int, on_gpu: bool) -> Iterator[_Change]:
-    """Single steps towards less memory, whether legal or not."""
+    """Single steps towards less memory, legal or not."""
     layout = Layout.of(config.parallelism, num_ranks)
     sizes = batch_sizes(config.training, layout.batch, microbatch_unit(config.parallelism))
     yield from _of_activations(config, sizes)

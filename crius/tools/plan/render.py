@@ -16,15 +16,15 @@ from crius.tools.plan.workload import Estimate, Workload
 from crius.units import GIB
 
 MOST_LINES = 12
-"""Lines of a plan without ``--explain``; a command with many flags may take it beyond."""
+"""Most lines of a plan without ``--explain``; a command with many flags may exceed them."""
 
 MOST_FITTING = 3
 _WIDTH = 116
-_SMALL = 0.0005  # a part of which less than this share is left out
+_SMALL = 0.0005  # parts below this share are left out
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:
-    """Dotted fields as they are typed, one flag with its value an entry."""
+    """Dotted fields as flags, one flag with its value per entry."""
     found: list[str] = []
     for name, value in settings.items():
         if isinstance(value, bool):
@@ -37,7 +37,7 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def command(start: str, settings: Mapping[str, Any], end: str = " \\") -> list[str]:
-    """Lines of a command that can be pasted; each but the last one ends with ``end``."""
+    """Lines of a command that can be pasted; each except the last ends with ``end``."""
     lines = [start or "   "]
     for flag in flags(settings):
         if len(lines[-1]) + len(flag) > _WIDTH - 3:
@@ -47,14 +47,14 @@ def command(start: str, settings: Mapping[str, Any], end: str = " \\") -> list[s
 
 
 def plan_lines(plan: Plan, card: str, start: str, settings: Mapping[str, Any], *, is_explained: bool) -> list[str]:
-    """What to take, how fast it is and what it needs; with ``is_explained`` why, and the rest that is known.
+    """The recommended layout, its speed and its needs; with ``is_explained`` also the reasons and all other results.
 
     Args:
-        plan: that was made; it has a winner.
-        card: which card a short name stands for; may be empty.
-        start: of the command: ``crius train`` with a recipe, if there is one.
-        settings: that the command needs on top of ``start``.
-        is_explained: all that is known, in place of the ``MOST_LINES`` that matter most.
+        plan: plan with a winner.
+        card: card that a short name stands for; may be empty.
+        start: start of the command: ``crius train`` with a recipe, if there is one.
+        settings: settings that the command needs on top of ``start``.
+        is_explained: return everything instead of the ``MOST_LINES`` that matter most.
     """
     case, winner = plan.case, plan.winner
     assert winner is not None
@@ -77,7 +77,7 @@ def plan_lines(plan: Plan, card: str, start: str, settings: Mapping[str, Any], *
 
 
 def _faster(plan: Plan, winner: Candidate) -> str:
-    """Why a faster layout of the table is not the one to take; empty where there is none."""
+    """Why a faster layout of the table is not recommended; empty if there is none."""
     faster = [one for one in plan.rows if one.tokens_per_second > winner.tokens_per_second]
     gain = max((one.tokens_per_second / winner.tokens_per_second - 1 for one in faster), default=0.0)
     if gain < _SMALL or any(score(one) * (1 - TIE) > score(winner) for one in faster):
@@ -86,12 +86,12 @@ def _faster(plan: Plan, winner: Candidate) -> str:
 
 
 def first_lines(plan: Plan, card: str) -> list[str]:
-    """Model, batch and machine; which card is meant; why no measurement supports the plan."""
+    """Model, batch and machine; the meant card; why no measurement supports the plan."""
     return [heading(plan), *filter(None, [card]), *outside_lines(plan.outside)]
 
 
 def _explained(plan: Plan, winner: Candidate) -> list[str]:
-    """How it was decided, other layouts, memory and time by part, what a change costs."""
+    """The decisions, other layouts, memory and time by part, and effects of a change."""
     hardware = plan.case.hardware
     lines = ["how it was decided", *_numbered(explain(plan.found, winner)), ""]
     lines += ["best layouts (a GPU's tokens/s and GiB)", *aligned(_rows(plan, len(plan.rows)), left=range(6)), ""]
@@ -122,23 +122,23 @@ def _explained(plan: Plan, winner: Candidate) -> list[str]:
 def impossible_lines(
     plan: Plan, card: str, remedies: Sequence[Remedy], fitting: Iterable[tuple[str, str]], *, is_explained: bool
 ) -> list[str]:
-    """What to say where nothing fits: the smallest layout, what to change, and commands of cases that fit.
+    """Lines if nothing fits: the smallest layout, what to change, and commands of cases that fit.
 
     Args:
-        plan: that was made; it has no winner.
-        card: which card a short name stands for; may be empty.
+        plan: plan without a winner.
+        card: card that a short name stands for; may be empty.
         remedies: changes of the smallest layout.
-        fitting: of each case that fits what it is, and the command that plans it; the last one ends the lines.
-        is_explained: with the memory of the smallest layout and with the remedies that are not enough.
+        fitting: description of each case that fits, and the command that plans it; the last one ends the lines.
+        is_explained: also show the memory of the smallest layout, and remedies that are not enough.
     """
     case, smallest = plan.case, plan.found.smallest
     lines = first_lines(plan, card)
     if smallest is None:
         lines.append(
             f"no layout is legal: degrees must divide {case.num_gpus} GPUs, the model's heads and "
-            f"{case.global_batch_size} sequences a step"
-            + f", that of experts the model's {case.shape.num_experts} experts" * (case.shape.num_experts > 0)
-            + "; an integer reshard_after_forward_mode divides the shards and takes no TP and PP"
+            f"{case.global_batch_size} sequences per step"
+            + f", the expert degree the model's {case.shape.num_experts} experts" * (case.shape.num_experts > 0)
+            + "; an integer reshard_after_forward_mode divides the shards and excludes TP and PP"
         )
     else:
         need, most = smallest.memory.total / GIB, usable_bytes(case.hardware) / GIB
@@ -158,7 +158,7 @@ def impossible_lines(
 def _changes(
     smallest: Candidate, hardware: Hardware, remedies: Sequence[Remedy], *, is_explained: bool
 ) -> Iterator[str]:
-    """What each change of the smallest layout saves: those after which it fits, or all."""
+    """Savings of each change of the smallest layout: of changes after which it fits, or of all."""
     shown = remedies if is_explained else [one for one in remedies if one.fits][:MOST_FITTING]
     if shown:
         yield "what to change, from this layout on"
@@ -179,7 +179,7 @@ def heading(plan: Plan) -> str:
     yet = "" if case.facts is not None else ", not trainable yet"
     return (
         f"{case.shape.name} ({in_words(model_parameters(case.shape))} parameters{yet}), "
-        f"{case.global_batch_size:,} sequences of {case.config.training.seq_len:,} tokens a step, on "
+        f"{case.global_batch_size:,} sequences of {case.config.training.seq_len:,} tokens per step, on "
         f"{case.num_gpus:,} x {case.hardware.name} ({case.hardware.memory_bytes / GIB:.0f} GiB)"
     )
 
@@ -195,7 +195,7 @@ def described(workload: Workload) -> str:
 
 
 def options_of(workload: Workload) -> list[str]:
-    """What is switched on, in words."""
+    """Options that are on, in words."""
     named = {
         "compile": workload.compile,
         workload.precision: workload.precision != "bfloat16",
@@ -250,7 +250,7 @@ def _rows(plan: Plan, most: int) -> list[list[str]]:
 
 
 def _parts(estimate: Estimate, unit: float) -> list[str]:
-    """Parts that count, with their shares, and the sum."""
+    """Parts that are large enough, with their shares, and the sum."""
     shown = [(spelled(name), value) for name, value in estimate.parts.items() if value > _SMALL * estimate.total]
     rows = [[name, f"{value / unit:,.3f}", f"{value / estimate.total:.1%}"] for name, value in shown]
     return [f"  {line}" for line in aligned([*rows, ["total", f"{estimate.total / unit:,.3f}", "100.0%"]], left=(0,))]
@@ -268,7 +268,7 @@ def _least(plan: Plan) -> str:
         return "no number of GPUs of this kind is enough"
     name, node = plan.case.hardware.name, plan.case.hardware.gpus_per_node
     whole = f", in whole nodes of {node}" if plan.least_gpus > node else ""
-    degrees = "" if plan.least_keeps_degrees else ", with other degrees than those given"
+    degrees = "" if plan.least_keeps_degrees else ", with other degrees than given"
     return f"fewest GPUs that fit{whole}{degrees}: {plan.least_gpus:,} x {name}"
 
 
@@ -277,7 +277,7 @@ def _numbered(sentences: Iterable[str]) -> list[str]:
 
 
 def impossible_data(plan: Plan, remedies: Iterable[Remedy]) -> dict[str, Any]:
-    """A plan of which nothing fits: the smallest layout, and what to change."""
+    """A plan in which nothing fits, as data: the smallest layout, and what to change."""
     smallest = plan.found.smallest
     return {
         **plan_data(plan, {}),
@@ -287,7 +287,7 @@ def impossible_data(plan: Plan, remedies: Iterable[Remedy]) -> dict[str, Any]:
 
 
 def plan_data(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes, seconds and tokens/s of a GPU."""
+    """A plan as data, with bytes, seconds and tokens/s per GPU."""
     case, winner, hardware = plan.case, plan.winner, plan.case.hardware
     return {
         "model": {

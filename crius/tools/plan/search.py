@@ -1,7 +1,4 @@
-"""The search: every legal layout of a case with its memory and time, which to take and which are worth a look.
-
-Torch-free.
-"""
+"""The search: every legal layout of a case with its memory and time, the best, and instructive others. Torch-free."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,20 +16,20 @@ from crius.tools.plan.workload import MOMENT_BYTES, Estimate, Workload
 from crius.units import GIB
 
 MEMORY_MARGIN = 0.08
-"""Share of the memory that a plan leaves free: what is said to fit and does not costs more than the reverse."""
+"""Share of the memory that a plan leaves free: a plan that wrongly fits costs more than one that wrongly does not."""
 
 MOST_GPUS = 2**17
-"""Where the search for the smallest number of GPUs ends."""
+"""Number of GPUs at which the search for the smallest number ends."""
 
 Family = frozenset[str]
-"""Axes that a layout uses beside FSDP's shards."""
+"""Axes that a layout uses besides FSDP's shards."""
 
 AXES = ("tp", "pp", "cp", "ep", "dp_replicate")
 
 
 @lru_cache(maxsize=4096)
 def family_of(layout: Layout) -> Family:
-    """The axes beside FSDP's shards that ``layout`` uses."""
+    """The axes besides FSDP's shards that ``layout`` uses."""
     return frozenset(axis for axis in AXES if getattr(layout, axis) > 1)
 
 
@@ -41,10 +38,10 @@ class Candidate:
     """One layout with all its options.
 
     Attributes:
-        workload: what it is.
+        workload: layout and options.
         memory: bytes of the fullest rank.
-        time: seconds of a step, of one that does not fit too.
-        fits: with ``MEMORY_MARGIN``.
+        time: seconds of a step, also for a layout that does not fit.
+        fits: whether it fits with ``MEMORY_MARGIN``.
     """
 
     workload: Workload
@@ -54,14 +51,14 @@ class Candidate:
 
     @cached_property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.workload.tokens_per_rank / self.time.total
 
     def mfu(self, hardware: Hardware) -> float | None:
-        """Model FLOPs utilisation in [0, 1] as a run logs it: of the bfloat16 peak; None on a CPU."""
+        """Model FLOPs utilisation in [0, 1] of the bfloat16 peak, as a run logs it; None on a CPU."""
         if hardware.generation == "cpu":
             return None
-        # a token of a run sees (seq_len + 1) / 2 tokens in the mean, itself among them
+        # a token of a run sees (seq_len + 1) / 2 tokens on average, with itself
         flops = self.workload.model.flops_per_token((self.workload.seq_len + 1) / 2)
         return self.tokens_per_second * flops / hardware.bfloat16_flops
 
@@ -72,12 +69,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """Results of a search.
 
     Attributes:
-        case: what was looked for.
+        case: task of the search.
         fitting: candidates that fit, in no order.
-        too_large: of each family of layouts of which some fit with no option, the smallest such candidate.
+        too_large: for each family of layouts without a fitting option, its smallest candidate.
         num_judged: candidates whose memory was computed.
     """
 
@@ -88,12 +85,12 @@ class Found:
 
     @property
     def smallest(self) -> Candidate | None:
-        """Of those that do not fit the one that needs least; None where all fit, or nothing is legal."""
+        """The candidate that does not fit but needs least memory; None if all fit, or nothing is legal."""
         return min(self.too_large.values(), key=lambda one: one.memory.total, default=None)
 
 
 def usable_bytes(hardware: Hardware) -> float:
-    """What a plan may take of a GPU's memory."""
+    """Bytes of a GPU's memory that a plan may use."""
     return hardware.memory_bytes * (1 - MEMORY_MARGIN)
 
 
@@ -106,7 +103,7 @@ def judge(workload: Workload, hardware: Hardware) -> Candidate:
 def search(case: Case) -> Found:
     """All legal layouts of ``case``, each with the least recomputation that fits.
 
-    Recomputation costs time whatever the rest, so that what recomputes more is judged only where less does not fit.
+    Recomputation always costs time, so more of it is judged only if less does not fit.
     """
     hardware, variants, limit = case.hardware, Variants(case), usable_bytes(case.hardware)
     fitting: list[Candidate] = []
@@ -147,7 +144,7 @@ def fits_on(case: Case) -> bool:
 
 
 def state_bytes(case: Case) -> float:
-    """Weights and the optimizer's state of the whole model: what no layout does without."""
+    """Bytes of weights and optimizer state of the whole model, which every layout needs."""
     training, optimizer = case.config.training, case.config.optimizer
     moments = 1 if optimizer.name == "muon" else 2
     return model_parameters(case.shape) * (ITEMSIZE[training.dtype] + moments * MOMENT_BYTES[optimizer.state_dtype])
@@ -157,11 +154,11 @@ def fewest_gpus(case: Case, *, fits: bool = False) -> int:
     """The smallest number of GPUs on which some layout fits: any number within a node, then whole nodes.
 
     Args:
-        case: what is asked, on any number of GPUs.
-        fits: a layout was found on ``case.num_gpus``, so that no more are needed.
+        case: task, for any number of GPUs.
+        fits: whether a layout was found on ``case.num_gpus``, so that no more are needed.
 
     Returns:
-        0 where ``MOST_GPUS`` are not enough.
+        The number; 0 if ``MOST_GPUS`` are not enough.
     """
     node = case.hardware.gpus_per_node
     most = case.num_gpus if fits else MOST_GPUS
@@ -178,7 +175,7 @@ def fewest_gpus(case: Case, *, fits: bool = False) -> int:
         if fits_on(case.on(number)):
             return number
     too_few, enough = max(lower // node, 1), -(-unit // node)
-    while enough - too_few > 1:  # of whole nodes, fewer than a power of two may do
+    while enough - too_few > 1:  # with whole nodes, fewer than a power of two may be enough
         middle = (too_few + enough) // 2
         if fits_on(case.on(middle * node)):
             enough, unit = middle, middle * node
@@ -188,7 +185,7 @@ def fewest_gpus(case: Case, *, fits: bool = False) -> int:
 
 
 def fewest_with(case: Case, *, fits: bool = False) -> tuple[int, bool]:
-    """``fewest_gpus`` with the degrees that were given or, where none is enough, with any; and whether with those."""
+    """``fewest_gpus`` with the given degrees, else with any; and whether the given degrees were possible."""
     found = fewest_gpus(case, fits=fits)
     return (found, True) if found else (fewest_gpus(case.with_any_degrees), False)
 
@@ -199,41 +196,41 @@ def power_below(number: int) -> int:
 
 
 TIE = 0.03
-"""Share of tokens/s below which the model does not tell two layouts apart, and that each axis costs in the order: one
-more has to gain twice as much, since equals go to fewer axes."""
+"""Share of tokens/s below which the model cannot tell two layouts apart. Each axis costs as much in the ranking: one
+more axis must gain twice as much, because ties go to fewer axes."""
 
 ENOUGH_HEADROOM = 0.15
-"""Share of the memory beyond which more of it free is worth no time."""
+"""Share of the memory above which further free memory is worth no time."""
 
 OPTION_STEP = 0.01
-"""Share of tokens/s that an option has to gain to be taken."""
+"""Share of tokens/s that an option must gain to be used."""
 
 MOST_ROWS = 5
 
 
 NAMES = {"tp": "TP", "pp": "PP", "cp": "CP", "dp_replicate": "replicas", "ep": "EP"}
-"""Of the axes beside FSDP's shards."""
+"""Order of the axes besides FSDP's shards."""
 
 
 @dataclass(frozen=True)
 class Reject:
-    """A candidate that is not taken, with the reason."""
+    """A candidate that is not recommended, with the reason."""
 
     candidate: Candidate
     reason: str
 
 
 def score(one: Candidate) -> float:
-    """Tokens/s, less ``TIE`` for each axis that a layout has beside FSDP's shards."""
+    """Tokens/s, less ``TIE`` for each axis that a layout has besides FSDP's shards."""
     axes = len(family_of(one.workload.layout))
     return one.tokens_per_second * (1.0 - TIE) ** axes
 
 
 def best(candidates: Iterable[Candidate], hardware: Hardware) -> Candidate | None:
-    """The one to take: of those whose ``score`` is within ``TIE`` of the highest the one with the fewest axes.
+    """The best candidate: the one with the fewest axes among those whose ``score`` is within ``TIE`` of the highest.
 
-    Then without CP if that is a choice, for fewer measurements support it, with more headroom as far as that is worth
-    something, and without options that gain next to nothing. None of none.
+    Ties are broken by: no CP, because fewer measurements support it; more headroom, as far as that is worth something;
+    no options that gain next to nothing. None if there are no candidates.
     """
     pool = list(candidates)
     if not pool:
@@ -254,7 +251,7 @@ def best(candidates: Iterable[Candidate], hardware: Hardware) -> Candidate | Non
 
 
 def best_of_families(found: Found) -> dict[Family, Candidate]:
-    """The best candidate of each set of axes of which one fits."""
+    """The best candidate of each set of axes with a fitting candidate."""
     pools: dict[Family, list[Candidate]] = {}
     for one in found.fitting:
         pools.setdefault(family_of(one.workload.layout), []).append(one)
@@ -263,7 +260,7 @@ def best_of_families(found: Found) -> dict[Family, Candidate]:
 
 
 def best_rows(found: Found, winner: Candidate) -> list[Candidate]:
-    """The winner, and after it the fastest of other layouts, one of each."""
+    """The winner, then the fastest candidate of each other layout."""
     fastest: dict[tuple[Layout, str], Candidate] = {}
     for one in found.fitting:
         key = (one.workload.layout, one.workload.schedule)
@@ -275,7 +272,7 @@ def best_rows(found: Found, winner: Candidate) -> list[Candidate]:
 
 
 def rejects(found: Found, winner: Candidate, shown: Iterable[Candidate]) -> list[Reject]:
-    """Of each set of axes that the table lacks its best candidate and why it is worse, the instructive ones first."""
+    """For each set of axes that the table lacks, its best candidate and why it is worse; the instructive ones first."""
     families, fitting = {family_of(one.workload.layout) for one in shown}, best_of_families(found)
     chosen = [Reject(one, why_slower(one, winner)) for family, one in fitting.items() if family not in families]
     chosen += [
@@ -283,14 +280,14 @@ def rejects(found: Found, winner: Candidate, shown: Iterable[Candidate]) -> list
         for family, one in found.too_large.items()
         if family not in families and family not in fitting
     ]
-    # pure FSDP first, then what is nearest to the winner
+    # pure FSDP first, then the sets nearest to the winner's
     target = family_of(winner.workload.layout)
     chosen.sort(key=lambda one: (bool(axes := family_of(one.candidate.workload.layout)), len(axes ^ target), len(axes)))
     return chosen[:MOST_ROWS]
 
 
 def why_slower(one: Candidate, winner: Candidate) -> str:
-    """How much slower a candidate is, and the part of its step that grows most against the winner's, for one token."""
+    """How much slower a candidate is, and the part of its step that grows most over the winner's, per token."""
     share = 1 - one.tokens_per_second / winner.tokens_per_second
     if share < TIE:
         return "as fast within the model's error, but with more axes or less headroom"
@@ -304,11 +301,11 @@ def why_slower(one: Candidate, winner: Candidate) -> str:
     mode, other = (of.workload.activation_checkpoint for of in (one, winner))
     if part in ("matmul", "attention", "elementwise") and mode != other:
         return f"{share:.0%} slower: it recomputes {mode}, the plan {other}"
-    return f"{share:.0%} slower: {spelled(part)} is {shares[0]:.0%} of the step, in the plan {shares[1]:.0%}"
+    return f"{share:.0%} slower: {spelled(part)} is {shares[0]:.0%} of the step, {shares[1]:.0%} in the plan"
 
 
 def why_too_large(one: Candidate, hardware: Hardware) -> str:
-    """How much memory a candidate needs, and what for."""
+    """Memory that a candidate needs, and its largest part."""
     part = max(one.memory.parts, key=lambda name: one.memory.parts[name])
     need, most = one.memory.total / GIB, usable_bytes(hardware) / GIB
     return f"needs {need:,.1f} GiB of {most:,.1f}: {spelled(part)} {one.memory.parts[part] / GIB:,.1f}"

@@ -1,4 +1,4 @@
-"""Models that can be planned: those that Crius trains, some it does not train yet, and sizes from a TOML file."""
+"""Models that can be planned: models that Crius trains, some that it does not train yet, and sizes from a TOML file."""
 
 import dataclasses
 import tomllib
@@ -16,7 +16,7 @@ from crius.models.spec import described
 
 # Multi-head latent attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, 2412.19437)
 MLA_QUERY_RANK, MLA_KEY_RANK, MLA_ROPE_DIM, MLA_VALUE_DIM = 1536, 512, 64, 128
-MLA_LITE_DIM = 2048  # V2-Lite and models as narrow do not compress the query
+MLA_LITE_DIM = 2048  # V2-Lite and other narrow models do not compress the query
 
 _ROWS = {
     "layers.*.attention.wq_b": "colwise",
@@ -29,18 +29,18 @@ _ROWS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedConfig(DecoderConfig):
-    """Sizes of a decoder that is planned and not built, dense or with experts.
+    """Sizes of a decoder that is planned but not built, dense or with experts.
 
     Attributes:
-        gated: the feed-forward has three matrices (SwiGLU), not two.
-        num_experts: routed experts of a layer; 0: a dense model.
+        gated: whether the feed-forward has three matrices (SwiGLU), not two.
+        num_experts: routed experts per layer; 0: a dense model.
         top_k: routed experts that a token visits.
         expert_ffn_dim: hidden width of one routed expert.
         shared_ffn_dim: hidden width of the shared experts together.
         num_dense_layers: leading layers with a dense feed-forward in a model with experts.
         attention: ``gqa``, or ``mla`` (DeepSeek-V2, arXiv:2405.04434).
-        head_norms: queries and keys are normalised, each head alone.
-        biases: all linear layers, the router and the experts have biases, and each query head a sink (gpt-oss).
+        head_norms: whether queries and keys are normalised, each head alone.
+        biases: whether all linear layers, the router and the experts have biases, and each query head a sink (gpt-oss).
     """
 
     gated: bool = True
@@ -54,7 +54,7 @@ class PlannedConfig(DecoderConfig):
     biases: bool = False
 
     def layers(self) -> tuple[tuple[int, Layer], ...]:
-        """Those with a dense feed-forward, then those with experts."""
+        """Layers with a dense feed-forward, then layers with experts."""
         attention = self._mla() if self.attention == "mla" else self._gqa()
         dense = self.num_dense_layers if self.num_experts else self.num_layers
         wide = feed_forward(self.dim, self.ffn_dim, gated=self.gated)
@@ -122,11 +122,11 @@ _NEEDED = ("num_layers", "dim", "ffn_dim", "num_heads", "num_kv_heads", "vocab_s
 
 
 def trained_as(model: str, flavor: str) -> tuple[str, str] | None:
-    """Name and flavor of the model of Crius that is called ``model`` in one word, as ``qwen3-30b-a3b``; None: of none.
+    """Name and flavor of Crius's model for a name in one word, such as ``qwen3-30b-a3b``; None if there is none.
 
     Args:
         model: the whole name, or its part before the size.
-        flavor: the size; empty where ``model`` has it.
+        flavor: the size; empty if ``model`` has it.
     """
     name = f"{model}-{flavor}" if flavor else model
     for spec in SPECS.values():
@@ -141,10 +141,10 @@ def shape_named(model: str, flavor: str) -> ModelDescription:
 
     Args:
         model: a name of ``NOT_TRAINABLE_YET``, its part before the size, or the path of a TOML file.
-        flavor: the size; empty where ``model`` has it.
+        flavor: the size; empty if ``model`` has it.
 
     Raises:
-        ConfigError: there is no such shape or file, or what is wrong with the file.
+        ConfigError: there is no such model or file, or the file is wrong; the message lists its errors.
     """
     if model.endswith(".toml"):
         return _from_file(Path(model).expanduser())
@@ -196,7 +196,7 @@ def _suits(value: object, kind: Any) -> bool:
         return value in get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):
         return any(_suits(value, part) for part in get_args(kind))
-    if kind is int:  # counts and widths; those that may be 0 have it as their default
+    if kind is int:  # counts and widths; only fields with the default 0 may be 0
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return isinstance(value, kind)
 

@@ -2,7 +2,7 @@
 
 A step is ``num_microbatches`` times a forward and a backward through a pipeline stage, the bubble, what is sent once a
 step, and the optimizer. Sources: Narayanan et al. 2021 (arXiv:2104.04473), Korthikanti et al. 2022 (2205.05198), the
-Ultra-Scale Playbook; what none of them gives is in ``rates.TimeConstants``.
+Ultra-Scale Playbook; numbers that they lack are in ``rates.TimeConstants``.
 """
 
 import math
@@ -21,8 +21,8 @@ class RankGroup:
 
     Attributes:
         size: ranks.
-        bandwidth: bytes a second that each rank sends.
-        latency: seconds that a collective takes however little it sends.
+        bandwidth: bytes per second that each rank sends.
+        latency: seconds that a collective takes for any size.
     """
 
     size: int
@@ -55,7 +55,7 @@ def group(size: int, stride: int, hardware: Hardware, constants: TimeConstants) 
 
 
 def _link(hardware: Hardware, constants: TimeConstants) -> float:
-    """What collectives reach inside a node; what was measured has their efficiency in it."""
+    """Bandwidth that collectives reach inside a node; measured bandwidths include their efficiency."""
     return hardware.link_bandwidth * (1.0 if hardware.measured else constants.link)
 
 
@@ -64,7 +64,7 @@ def _hop_seconds(hardware: Hardware, constants: TimeConstants) -> float:
 
 
 def all_to_all(size: int, stride: int, hardware: Hardware, constants: TimeConstants, sent_bytes: float) -> float:
-    """Seconds until each rank has sent ``sent_bytes``, spread over the group; what leaves the node takes its card."""
+    """Seconds until each rank has sent ``sent_bytes``, spread over the group; bytes to other nodes use its card."""
     if size == 1:
         return 0.0
     members = max(1, min(size, hardware.gpus_per_node // stride))
@@ -74,23 +74,23 @@ def all_to_all(size: int, stride: int, hardware: Hardware, constants: TimeConsta
 
 
 def exposed(communication: float, compute: float, cost: float) -> float:
-    """What communication beside compute adds to it: what does not fit, and ``cost`` of what does."""
+    """Seconds that communication adds to simultaneous compute: the excess, and ``cost`` times the hidden part."""
     return max(0.0, communication - compute) + cost * min(communication, compute)
 
 
 HOST_BANDWIDTH = 20e9
-"""Bytes a second for each GPU that a host's memory and its PCIe link move, where weights are offloaded."""
+"""Bytes per second and GPU that a host's memory and its PCIe link move if weights are offloaded."""
 
 BYTES = 2
-"""Of a number of activations that is sent."""
+"""Bytes per number of activations that is sent."""
 
 
 class Communication:
-    """Of one workload on one kind of hardware.
+    """Communication of one workload on one kind of hardware.
 
     Attributes:
-        weights: of a rank before data parallelism splits them.
-        own_weights: those that it updates.
+        weights: weights of a rank before data parallelism splits them.
+        own_weights: weights that the rank updates.
     """
 
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
@@ -135,7 +135,7 @@ class Communication:
         return seconds
 
     def sharded(self, forward: float, backward: float) -> tuple[float, float]:
-        """Of FSDP, once a step, and in each microbatch, beside a forward and a backward of so many seconds.
+        """Seconds of FSDP once per step, and per microbatch, beside a forward and a backward of so many seconds.
 
         A pipeline keeps weights gathered, and reduces gradients once, unless it is told to reshard always.
         """
@@ -172,7 +172,8 @@ class Communication:
         return gather, again, reduce
 
     def replicas(self, backward: float) -> float:
-        """Of reducing gradients over replicas, and ZeRO-1's gather of weights, once a step beside its last backward.
+        """Seconds to reduce gradients over replicas, and of ZeRO-1's gather of weights, once per step beside the last
+        backward.
 
         FSDP's communication beside that backward comes first.
         """
@@ -191,7 +192,7 @@ class Communication:
         return exposed(sent, left, c.dp_exposed if work.trainer.reduces is None else work.trainer.reduces)
 
     def tensor(self) -> float:
-        """Of a microbatch: two gathers and two scatters forward, one gather more backward, and those recomputed."""
+        """Seconds per microbatch: two gathers and two scatters forward, one more gather backward, and recomputation."""
         work, c, tp = self._workload, self._constants, self._layout.tp
         if tp == 1:
             return 0.0
@@ -205,7 +206,7 @@ class Communication:
         return share * (9 + again) * one * self._layers
 
     def context(self) -> float:
-        """Of a microbatch: keys and values forward, again and their gradients backward."""
+        """Seconds per microbatch: keys and values forward; keys and values again and their gradients backward."""
         cp, tp = self._layout.cp, self._layout.tp
         if cp == 1:
             return 0.0
@@ -215,7 +216,7 @@ class Communication:
         return self._constants.cp_exposed * passes * ring.gather(sent) * self._layers
 
     def expert(self) -> float:
-        """Of a microbatch: tokens to their experts and back, forward and backward."""
+        """Seconds per microbatch: tokens to their experts and back, forward and backward."""
         if not self._expert_layers or self._layout.ep == 1:
             return 0.0
         sent = BYTES * self._tokens / self._layout.tp * self._model.top_k * self._model.dim
@@ -227,7 +228,7 @@ class Communication:
         return self._expert_layers * share * passes * one
 
     def pipeline(self) -> float:
-        """Of a microbatch: activations to the next stages, and their gradients back."""
+        """Seconds per microbatch: activations to the next stages, and their gradients back."""
         layout = self._layout
         if layout.pp == 1:
             return 0.0
@@ -246,7 +247,7 @@ OPS = 60.0
 """Operations of a layer's forward, launched one by one."""
 
 ROUTING = 1.4
-"""How far waiting for the routing to experts hides behind other work: at 1 not at all, at infinity all of it."""
+"""How far the wait for the routing to experts hides behind other work: at 1 not at all, at infinity completely."""
 
 EXPERTS = 8
 """Experts of a rank at which a host that loops over them waits for their routing as ``expert_torch`` says."""
@@ -262,12 +263,12 @@ def step_time(workload: Workload, hardware: Hardware, constants: TimeConstants =
 
 
 def tokens_per_second(workload: Workload, hardware: Hardware, constants: TimeConstants = TIME) -> float:
-    """Of one GPU."""
+    """Tokens per second of one GPU."""
     return workload.tokens_per_rank / step_time(workload, hardware, constants).total
 
 
 class _Step:
-    """Of one workload on one kind of hardware."""
+    """The step of one workload on one kind of hardware."""
 
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
         self._workload, self._hardware, self._constants = workload, hardware, constants
@@ -304,7 +305,7 @@ class _Step:
         busy = compute.total + accumulated
         tensor, context, expert = (scale * part for part in (sent.tensor(), sent.context(), sent.expert()))
         back = busy - forth
-        # a forward has a third of what is sent beside it; what FSDP sends hides behind launches too
+        # a third of the communication is in the forward; FSDP's communication hides behind launches too
         passes_back = 2.0 + (workload.activation_checkpoint != "none")
         idle_forth = self._idle(forth + 1 / 3 * (tensor + expert), scale, 1.0)
         idle_back = self._idle(back + 2 / 3 * (tensor + expert), scale, passes_back)

@@ -1,9 +1,10 @@
-"""How far plans are off: ``crius plan --validate FILE`` and ``--check``. Torch-free.
+"""Errors of plans: ``crius plan --validate FILE`` and ``--check``. Torch-free.
 
-``--validate`` compares them with runs that were measured, ``--check`` with the dry run of the real code.
+``--validate`` compares plans with measured runs, ``--check`` with the dry run of the real code.
 
-A row of the file is a run of Crius. Columns with a dot are settings; the others are ``gpu``, ``num_gpus``,
-``tokens_per_second_per_rank`` and ``memory_gib``, as ``metrics.jsonl`` has them, of which one may be blank, and ``id``.
+A row of the file is a run of Crius. Columns with a dot are settings. The others are ``gpu``, ``num_gpus``,
+``tokens_per_second_per_rank`` and ``memory_gib``, as in ``metrics.jsonl`` (one of the last two may be blank), and
+``id``.
 """
 
 import csv
@@ -33,7 +34,7 @@ OTHERS = ("tps_per_gpu", "peak_mem_gib")
 """Columns of the tables of published runs of other trainers."""
 
 Read = Callable[[Mapping[str, str]], tuple[RunConfig, ModelDescription]]
-"""Settings, by dotted name, to a run and its model. Raises CriusError where they are wrong."""
+"""Settings, by dotted name, to a run and its model. Raises CriusError if they are wrong."""
 
 
 Pair = tuple[float, float]  # predicted, measured
@@ -41,13 +42,13 @@ Pair = tuple[float, float]  # predicted, measured
 
 @dataclass(frozen=True)
 class Errors:
-    """Of predictions, as shares of what was measured: ``abs(predicted / measured - 1)``.
+    """Errors of predictions, relative to the measurement: ``abs(predicted / measured - 1)``.
 
     Attributes:
         n: rows.
-        median: of the errors; NaN where there are no rows.
+        median: median of the errors; NaN without rows.
         mape: their mean.
-        p90: nine of ten are at most this.
+        p90: nine of ten errors are at most this.
         bias: median of ``predicted / measured - 1``, with its sign.
     """
 
@@ -68,14 +69,14 @@ class Errors:
         return cls(len(sizes), statistics.median(sizes), statistics.fmean(sizes), ninth, statistics.median(signed))
 
     def as_json(self) -> dict[str, Any]:
-        """The same; what cannot be said is null."""
+        """The errors as data; unknown values are null."""
         values = {"median": self.median, "mape": self.mape, "p90": self.p90, "bias": self.bias}
         return {"n": self.n, **{name: round(value, 4) if self.n else None for name, value in values.items()}}
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A run: what was measured, None where it was not, and what the plan says."""
+    """A run: its measurements (None for missing ones) and its plan."""
 
     name: str
     speed: float | None
@@ -84,7 +85,7 @@ class Judged:
     planned_memory: float
 
     def cells(self) -> list[str]:
-        """A row of the table: tokens/s of a rank, GiB, and how far off the plan is."""
+        """A row of the table: tokens/s per rank, GiB, and the errors of the plan."""
         pairs = ((self.planned_speed, self.speed, ",.0f"), (self.planned_memory, self.memory, ".2f"))
         return [
             self.name,
@@ -106,21 +107,21 @@ class Report:
 
     Attributes:
         judged: runs and their plans.
-        not_judged: names of the others, and why.
+        not_judged: names of the other runs, and the reason.
     """
 
     judged: Sequence[Judged]
     not_judged: Sequence[tuple[str, str]]
 
     def errors(self) -> dict[str, Errors]:
-        """Of tokens/s and of memory."""
+        """Errors of tokens/s and of memory."""
         return {
             "tokens_per_second": Errors.of((one.planned_speed, one.speed) for one in self.judged if one.speed),
             "memory": Errors.of((one.planned_memory, one.memory) for one in self.judged if one.memory),
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Errors as shares of what was measured."""
+        """Errors as shares of the measurements."""
         return {
             **{name: errors.as_json() for name, errors in self.errors().items()},
             "rows": [vars(one) for one in self.judged],
@@ -139,11 +140,11 @@ class Report:
 
 
 def validate_file(path: Path, read: Read) -> Report:
-    """The runs of a CSV file beside their plans.
+    """The runs of a CSV file and their plans.
 
     Args:
-        path: of the file.
-        read: of the settings of a row.
+        path: path of the file.
+        read: reads the settings of a row.
 
     Raises:
         ConfigError: the file cannot be read, or lacks columns.
@@ -175,7 +176,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         raise ConfigError("the measurements cannot be read.", where=where, why=f"{error}", fix=fix) from None
     if not rows:
         raise ConfigError(
-            "there are no measurements.", where=where, fix="give a CSV file with a header and a row a run"
+            "there are no measurements.", where=where, fix="give a CSV file with a header and one row per run"
         )
     if set(OTHERS) <= rows[0].keys():
         raise ConfigError(
@@ -189,7 +190,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         raise ConfigError(
             f"the measurements lack the columns {', '.join(missing)}.",
             where=where,
-            why="columns with a dot in their name are settings of the run, and these four are needed beside them",
+            why="columns with a dot in their name are settings of the run, and these four are needed too",
             fix="add them: docs/planner.md has an example",
         )
     return rows
@@ -202,7 +203,7 @@ def _judged(name: str, row: Mapping[str, str], read: Read) -> Judged:
     machine, ranks = hardware(row["gpu"]), int(row["num_gpus"])
     device: Device = "cpu" if machine.generation == "cpu" else "cuda"
     place = Machine(device=device, name=machine.device, ranks=ranks)
-    changes, _ = fit(config, facts, place, USABLE * machine.memory_bytes)  # as the run did where it was not told
+    changes, _ = fit(config, facts, place, USABLE * machine.memory_bytes)  # as a run decides it
     work = from_config(replace_fields(config, changes), facts, ranks, device=device)
     return Judged(
         name=name,
@@ -214,7 +215,7 @@ def _judged(name: str, row: Mapping[str, str], read: Read) -> Judged:
 
 
 ACTIVATIONS_WITHIN = 0.05
-"""Share by which activations may differ. Parameters, gradients and the optimizer's state have to be the same."""
+"""Share by which activations may differ. Parameters, gradients and the optimizer's state must be the same."""
 
 COUNTED = {
     "parameters": "parameter_bytes",
@@ -222,7 +223,7 @@ COUNTED = {
     "optimizer": "optimizer_bytes",
     "activations": "activation_bytes",
 }
-"""What a dry run calls each kind."""
+"""Name of each kind in a dry run."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class CheckRow:
 
     @property
     def agrees(self) -> bool:
-        """Whether the two are as near as they have to be; the peaks are shown only."""
+        """Whether the two are as close as they must be; peaks are only shown."""
         if self.kind == "peak":
             return True
         within = ACTIVATIONS_WITHIN * self.counted if self.kind == "activations" else 0.5
@@ -244,7 +245,7 @@ class CheckRow:
 
     @property
     def difference(self) -> float:
-        """Of the plan from what was counted, as a share."""
+        """Difference of the plan from the count, as a share."""
         return self.planned / self.counted - 1 if self.counted else float(self.planned != 0)
 
 
@@ -257,7 +258,7 @@ class CheckReport:
 
     @property
     def agrees(self) -> bool:
-        """All rows do."""
+        """Whether all rows agree."""
         return all(row.agrees for row in self.rows)
 
     def lines(self) -> list[str]:
@@ -268,7 +269,7 @@ class CheckReport:
             sizes = [f"{nbytes / GIB:,.4f}" for nbytes in (row.planned, row.counted)]
             cells.append([f"{row.rank}", row.kind, *sizes, exact, "" if row.agrees else "DIFFERS"])
         return [
-            "closed form beside the dry run of the real code, eager, of each pipeline rank",
+            "closed form and dry run of the real code, eager, for each pipeline rank",
             *(f"  {line}" for line in aligned(cells, left=(1,))),
             f"{'they agree' if self.agrees else 'THEY DIFFER'}: parameters, gradients and optimizer state to the byte, "
             f"activations of a microbatch within {ACTIVATIONS_WITHIN:.0%}; dry run {self.seconds:.1f} s",
@@ -283,13 +284,13 @@ class CheckReport:
 def compare_dry_run(
     config: RunConfig, facts: ModelDescription, num_ranks: int, report: Mapping[str, Any]
 ) -> CheckReport:
-    """The closed form of ``config`` beside what a dry run of it counted.
+    """The closed form of ``config`` and the counts of its dry run.
 
     Args:
         config: the run.
-        facts: of its model.
-        num_ranks: ranks.
-        report: of the dry run, as data (``DryRunReport.as_dict``).
+        facts: description of its model.
+        num_ranks: number of ranks.
+        report: report of the dry run, as data (``DryRunReport.as_dict``).
     """
     workload = from_config(config, facts, num_ranks, device="dry_run")
     rows = []

@@ -21,16 +21,16 @@ _STAGES = f"{PREFIX}pipeline_parallel_stages_per_rank"
 _FLOAT8 = "quantize.dense.float8."
 
 STAND_IN: dict[str, Any] = {"model.name": "llama3", "model.flavor": "8b"}
-"""The model whose config a shape takes that is not trainable yet."""
+"""Model whose config stands in for a shape that is not trainable yet."""
 
 
 @dataclass(frozen=True)
 class VariantGroup:
-    """Workloads that differ in recomputation, resharding and gradient sync alone.
+    """Workloads that differ only in recomputation, resharding and gradient sync.
 
     Attributes:
-        common: what they have in common.
-        modes: of recomputation, from the fastest to the smallest.
+        common: workload with everything that they share.
+        modes: modes of recomputation, from the fastest to the smallest.
         options: pairs of resharding and sync, the smallest last.
     """
 
@@ -39,7 +39,7 @@ class VariantGroup:
     options: Sequence[tuple[str, Any]]
 
     def of(self, mode: Checkpointing) -> list[Workload]:
-        """The workloads that recompute ``mode``."""
+        """The workloads with recomputation ``mode``."""
         return [
             replace(self.common, activation_checkpoint=mode, reshard=reshard, gradient_sync=sync)
             for reshard, sync in self.options
@@ -47,20 +47,20 @@ class VariantGroup:
 
     @property
     def smallest(self) -> Workload:
-        """The one that needs least memory."""
+        """The workload that needs least memory."""
         reshard, sync = self.options[-1]
         return replace(self.common, activation_checkpoint=self.modes[-1], reshard=reshard, gradient_sync=sync)
 
 
 class Variants:
-    """Workloads of a case. What candidates have in common is computed once, from a config as a run would have it."""
+    """Workloads of a case. Facts that candidates share are computed once, from a config as a run would have it."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self._bases: dict[tuple[int, bool, bool, str], Workload] = {}
 
     def groups(self, layout: Layout) -> Iterator["VariantGroup"]:
-        """Of each schedule and microbatch the workloads."""
+        """The workloads of each schedule and microbatch."""
         mode = self.case.given(_MODE)
         for schedule, stages in schedules(self.case, layout):
             modes = (mode,) if mode in MODES else ("none",) if schedule in SPLIT_BACKWARD else MODES
@@ -78,8 +78,8 @@ class Variants:
                 yield VariantGroup(one, modes, options)
 
     def smallest(self, layout: Layout) -> Iterator[Workload]:
-        """Of each schedule the workloads that may need least memory: all recomputed, with the smallest microbatch or,
-        since what is accumulated takes memory too, with the fewest.
+        """For each schedule the workloads that may need least memory: with full recomputation, and with the smallest
+        microbatch or, as accumulation takes memory too, with the fewest microbatches.
         """
         by_schedule: dict[tuple[str, int], list[VariantGroup]] = {}
         for group in self.groups(layout):
@@ -88,7 +88,7 @@ class Variants:
             yield from (group.smallest for group in (first, *others[-1:]))
 
     def _base(self, layout: Layout, schedule: str) -> Workload:
-        """A workload with the options that follow from the layout; its degrees and sizes are still to be replaced."""
+        """A workload with the options that follow from the layout; its degrees and sizes must still be replaced."""
         key = (layout.tp, layout.pp > 1, layout.fsdp > 1, schedule)
         if key not in self._bases:
             few = Layout(tp=layout.tp, pp=min(layout.pp, 2), dp_shard=min(layout.fsdp, 2))
@@ -100,7 +100,7 @@ class Variants:
             device: Device = "cuda" if self.case.on_gpu else "cpu"
             facts = self.case.facts or stand_in(self.case)
             workload = _of_config(config, facts, few.num_ranks, device)
-            self._bases[key] = replace(workload, model=self.case.shape, stage_layers=())  # those of two stages
+            self._bases[key] = replace(workload, model=self.case.shape, stage_layers=())  # those are of two stages
         return self._bases[key]
 
 
@@ -110,7 +110,7 @@ def _of_config(config: RunConfig, facts: ModelDescription, num_ranks: int, devic
 
 
 def settings(case: Case, layout: Layout, schedule: str) -> dict[str, Any]:
-    """Dotted fields beside degrees and batch that follow from a layout, unless they are pinned."""
+    """Dotted fields besides degrees and batch that follow from a layout, unless they are pinned."""
     config = case.config
     wanted: dict[str, Any] = {"compile.enable": case.on_gpu and not (layout.pp > 1 and schedule in SPLIT_BACKWARD)}
     compiles = config.compile.enable if "compile.enable" in case.pinned else wanted["compile.enable"]
@@ -126,9 +126,10 @@ def settings(case: Case, layout: Layout, schedule: str) -> dict[str, Any]:
 
 
 def overrides(case: Case, workload: Workload) -> dict[str, Any]:
-    """The dotted fields that make a run of ``case.config`` what ``workload`` is, in the order in which to read them.
+    """The dotted fields that turn a run of ``case.config`` into ``workload``, in reading order.
 
-    Only what differs from ``case.config``, and what somebody pinned, so that the flags say all that a plan rests on.
+    They are the fields that differ from ``case.config`` and the pinned ones, so that the flags show everything that a
+    plan depends on.
     """
     layout, config = workload.layout, case.config
     found: dict[str, Any] = {
@@ -154,12 +155,12 @@ def overrides(case: Case, workload: Workload) -> dict[str, Any]:
 
 
 def stand_in(case: Case) -> ModelDescription:
-    """Facts of a model with the vocabulary of a shape that is not trainable yet: what of a config depends on it."""
+    """Facts of a stand-in model with the vocabulary of a shape that is not trainable yet; a config depends on it."""
     return SPECS[STAND_IN["model.name"]].describe(STAND_IN["model.flavor"], vocab_size=case.shape.vocab_size)
 
 
 def _reshards(case: Case, workload: Workload) -> tuple[str, ...]:
-    """From the fastest to the smallest. A pipeline never reshards by default, one rank has nothing to reshard."""
+    """Reshard modes from the fastest to the smallest. A pipeline never reshards by default; one rank never does."""
     given = case.given(_RESHARD)
     if given is not None:
         return (str(given),)

@@ -1,4 +1,4 @@
-"""A run beside its plan: the comparison at its end, and one warning where its steps are much slower than planned."""
+"""A run and its plan: the comparison at the end, and one warning if its steps are much slower than planned."""
 
 import json
 import logging
@@ -23,19 +23,19 @@ from crius.tools.plan.hardware import Hardware
 from crius.units import GIB
 
 SLOW = 1.3
-"""Times the planned step that are worth a warning."""
+"""Multiple of the planned step time that causes a warning."""
 
 WINDOW_STEPS = 10
-"""How many steps must be that slow together: one alone may be for any reason."""
+"""Number of steps that must be that slow on average, because a single step may be slow for any reason."""
 
 WORTH_NAMING = 0.1
-"""Share of the time too much, below which a part is not named."""
+"""Share of the excess time below which a part is not named."""
 
 log = logging.getLogger("crius.train")
 
 
 def hardware_of(machine: Machine) -> Hardware | None:
-    """What a rank has; None where the machine is not known. A damaged file of it ends no run, but is told."""
+    """Hardware of a rank; None if the machine is not known. A damaged hardware file is only logged."""
     try:
         return hardware_of_machine(machine)
     except ConfigError as error:
@@ -45,17 +45,17 @@ def hardware_of(machine: Machine) -> Hardware | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What this process and its host had done by some moment; differences of two are what happened between.
+    """Work of this process and its host up to some moment; the difference of two is the work in between.
 
     Attributes:
-        steps: trained.
-        step_seconds: of them together.
-        data_seconds: of those, waiting for batches.
-        compile_seconds: of those, compiling.
-        save_seconds: beside them, waiting for checkpoints.
-        wall_seconds: of the clock.
-        cpu_seconds: that the process computed, over all its threads.
-        retries: of the GPU's allocator, which then gives all that it kept back to the driver.
+        steps: trained steps.
+        step_seconds: seconds of them together.
+        data_seconds: part of these seconds spent waiting for batches.
+        compile_seconds: part of these seconds spent compiling.
+        save_seconds: seconds, in addition to these, spent waiting for checkpoints.
+        wall_seconds: seconds of the clock.
+        cpu_seconds: CPU seconds of the process, over all its threads.
+        retries: retries of the GPU's allocator, which then returns its whole cache to the driver.
     """
 
     steps: int = 0
@@ -68,16 +68,16 @@ class Load:
     retries: int = 0
 
     def since(self, before: "Load") -> "Load":
-        """What happened after ``before``."""
+        """Work after ``before``."""
         return Load(**{name: value - getattr(before, name) for name, value in asdict(self).items()})
 
 
 class PlanWatch:
-    """Sees the records of rank 0, as a sink, beside the plan of its run.
+    """A sink of rank 0 that compares the records with the plan of the run.
 
     Args:
-        plan: of the run.
-        ledger: of this process.
+        plan: plan of the run.
+        ledger: time ledger of this process.
         run_dir: gets ``plan.json``.
     """
 
@@ -113,7 +113,7 @@ class PlanWatch:
         """See ``Sink``."""
 
     def comparison(self) -> Comparison:
-        """The plan and what was measured so far."""
+        """The plan and the measurements so far."""
         return Comparison(plan=self._plan, measured=self._reports.measured())
 
     def line(self) -> str:
@@ -140,13 +140,13 @@ class PlanWatch:
 
 
 def blame(plan: RunPlan, spent: Load, load_average: float, num_cores: int) -> str:
-    """One line: how much slower than planned the steps of ``spent`` were, and which part could be to blame.
+    """One line: how much slower than planned the steps of ``spent`` were, and the parts that may have caused it.
 
     Args:
-        plan: of the run; it has a time.
-        spent: on the steps.
-        load_average: of this host, processes that want to run.
-        num_cores: of this host.
+        plan: plan of the run; it has a time.
+        spent: work on the steps.
+        load_average: load of this host: processes that want to run.
+        num_cores: cores of this host.
     """
     assert plan.time is not None
     planned, measured = plan.time.total, spent.step_seconds / spent.steps
@@ -164,7 +164,7 @@ def blame(plan: RunPlan, spent: Load, load_average: float, num_cores: int) -> st
                 (
                     max(measured * (1 - share), WORTH_NAMING * excess),
                     "sharing the CPU",
-                    f"load {load_average:.1f} on {num_cores} cores, of which this run wants {wanted}",
+                    f"load {load_average:.1f} on {num_cores} cores; this run uses {wanted}",
                 )
             )
         elif wanted > num_cores:
@@ -172,9 +172,9 @@ def blame(plan: RunPlan, spent: Load, load_average: float, num_cores: int) -> st
     named = sorted((one for one in found if one[0] >= WORTH_NAMING * excess), reverse=True)
     reasons = [f"{what} {1e3 * seconds:,.1f} ms ({hint})" for seconds, what, hint in named]
     if spent.retries:
-        reasons.append(f"{spent.retries} times the GPU's memory was full and its allocator began anew")
+        reasons.append(f"{spent.retries} times the GPU's memory was full and its allocator restarted")
     if spent.save_seconds > WORTH_NAMING * excess * steps:
-        reasons.append("a checkpoint was written beside the steps")
+        reasons.append("a checkpoint was written during the steps")
     if not reasons:
         reasons.append(_by_elimination(plan))
     name = plan.hardware.name if plan.hardware else machine.name
@@ -192,19 +192,19 @@ def _by_elimination(plan: RunPlan) -> str:
     if sent[most] > 0:
         share = sum(sent.values()) / plan.time.total
         return f"{known}: look at the links ({most} is {share:.0%} of the plan), and at the slowest rank's clock"
-    return f"{known}: the device is slower than it was when calibrated (clock, power, heat), or the plan is wrong here"
+    return f"{known}: the device is slower than at its calibration (clock, power, heat), or the plan is wrong here"
 
 
 def watch_plan(
     config: RunConfig, facts: ModelDescription, machine: Machine, ledger: TimeLedger, run_dir: Path
 ) -> PlanWatch:
-    """Plan the run, say what is planned where the machine is known, and watch what comes of it. On rank 0.
+    """Plan the run, log the plan if the machine is known, and watch the run. On rank 0.
 
     Args:
-        config: of the run, decided.
-        facts: of its model.
-        machine: where it is.
-        ledger: of this process.
+        config: the run, with its decisions.
+        facts: description of its model.
+        machine: machine of the run.
+        ledger: time ledger of this process.
         run_dir: gets ``plan.json``.
     """
     plan = plan_run(config, facts, machine, hardware_of(machine))

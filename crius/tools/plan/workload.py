@@ -1,7 +1,7 @@
-"""``Workload``: everything but the hardware that decides how much memory and time a step takes. Torch-free.
+"""``Workload``: everything except the hardware that decides the memory and time of a step. Torch-free.
 
-It comes from a ``RunConfig``, from a row of published measurements, or from the search. ``Trainer``: how a trainer
-differs in what it keeps, fuses and overlaps; those of others than Crius are in ``benchmarks/planner/trainers.py``.
+It comes from a ``RunConfig``, from a row of published measurements, or from the search. ``Trainer``: what a trainer
+keeps, fuses and overlaps; trainers other than Crius are in ``benchmarks/planner/trainers.py``.
 """
 
 from collections.abc import Mapping
@@ -27,41 +27,42 @@ Pointwise = Literal["operators", "norms", "silu", "fused"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """Of memory first, then of time. Where a factor is None the fitted constant of that name holds.
+    """Properties of a trainer: first of memory, then of time. If a factor is None, the fitted constant of that name
+    holds.
 
     Attributes:
         gathers_keys: context parallelism keeps the keys and values of the whole sequence.
         keeps_gathered: tensor parallelism keeps the gathered input of a matmul, not the rank's part of the sequence.
-        pointwise: what norms and gates keep, unless they are compiled.
-        selects_ops: selective checkpointing keeps the results of some ops; if not, it recomputes the core of attention,
-            of which fused attention keeps nothing anyway.
-        is_traced: forward, loss and backward are one graph, which keeps nothing that it does not read again.
-        receives_all: a pipeline allocates what it receives once for all microbatches.
+        pointwise: tensors that norms and gates keep, unless they are compiled.
+        selects_ops: selective checkpointing keeps the results of some ops; otherwise it recomputes the core of
+            attention, which fused attention does not keep anyway.
+        is_traced: forward, loss and backward are one graph, which keeps only tensors that it reads again.
+        receives_all: a pipeline allocates its received tensors once for all microbatches.
         ends_stay: embedding and output layer are one unit of FSDP, gathered and with whole gradients until the end of a
             microbatch.
         gathers_logits: tensor parallelism gathers the logits of the whole vocabulary before the loss.
-        balances_memory: pipeline stages are balanced by cost where memory is counted; if not, by the number of layers.
-        eager_logit_bytes: of one logit, all that exists of it in the backward of an eager loss.
-        split_logit_bytes: how many more where the vocabulary is split, or the logits of its parts are gathered.
-        kept: factor on what layers are counted to keep, but where all is recomputed.
-        balances_time: pipeline stages are balanced by cost where time is counted; if not, all ranks have as many layers
-            but the last, which has what is left.
-        own_kernels: attention reaches what the GPU's fastest kernel does, not only FlashAttention-2's FLOPs.
-        attention: factor on what attention reaches.
-        elementwise: times that a layer's activations cross the memory; None: as eager or compiled PyTorch does.
-        float8: of float8's peak relative to bfloat16's efficiency, before Blackwell and on it; None: torchao's.
+        balances_memory: for memory, pipeline stages are balanced by cost; otherwise by the number of layers.
+        eager_logit_bytes: bytes per logit in the backward of an eager loss.
+        split_logit_bytes: further bytes if the vocabulary is split, or the logits of its parts are gathered.
+        kept: factor on the memory that layers keep, except with full recomputation.
+        balances_time: for time, pipeline stages are balanced by cost; otherwise all ranks have the same number of
+            layers, except the last, which has the rest.
+        own_kernels: attention reaches the speed of the GPU's fastest kernel, not only FlashAttention-2's.
+        attention: factor on the speed of attention.
+        elementwise: number of times that a layer's activations cross the memory; None: as in eager or compiled PyTorch.
+        float8: share of float8's peak relative to bfloat16's efficiency, before Blackwell and on it; None: torchao's.
         fuses_casts: quantizing is one kernel without compilation too.
-        casts_once: weights that stay on their rank are quantized once a step.
-        waits: share of the compute that communication hidden beside it costs.
-        keeps_weights: ``reshard never`` gathers once a step, not in each microbatch.
+        casts_once: weights that stay on their rank are quantized once per step.
+        waits: share of the compute by which hidden communication slows it.
+        keeps_weights: ``reshard never`` gathers once per step, not in each microbatch.
         reduces: share of the replicas' reduction that is not hidden.
-        overlaps_tensor: factor on the exposed communication of tensor parallelism where it is overlapped.
-        overlaps_experts: factor on the exposed all-to-alls where a pipeline rank has several stages.
+        overlaps_tensor: factor on the exposed communication of tensor parallelism if it is overlapped.
+        overlaps_experts: factor on the exposed all-to-alls if a pipeline rank has several stages.
         experts: factor on permutation and routing to experts.
-        loops_over_experts: the host launches each expert of a rank by itself, so that it waits for its rows.
-        splits_experts: tensor parallelism splits each expert where its ranks are more than those that share experts;
-            if not, it splits none, and each of its ranks sends its part of a sequence to them.
-        bias: logarithm of how much slower its compute is than the rest says.
+        loops_over_experts: the host launches each expert of a rank by itself, so it waits for the expert's rows.
+        splits_experts: tensor parallelism splits each expert if it has more ranks than the ranks that share experts;
+            otherwise it splits none, and each of its ranks sends its part of a sequence to them.
+        bias: logarithm of the factor by which its compute is slower than the other constants predict.
     """
 
     gathers_keys: bool = True
@@ -100,7 +101,8 @@ CRIUS = Trainer(loops_over_experts=False)
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-"""Of activation checkpointing, from the least recomputation to the most: on 8b it adds 0, 10 and 24 % to the FLOPs."""
+"""Modes of activation checkpointing, from the least recomputation to the most: on 8b they add 0, 10 and 24 % to the
+FLOPs."""
 
 Loss = Literal["eager", "compiled", "chunked", "fused"]
 
@@ -110,44 +112,45 @@ class Workload:
     """One optimizer step of one model under one layout.
 
     Attributes:
-        model: what is trained.
+        model: trained model.
         layout: degrees.
         seq_len: tokens of a sequence, before context parallelism splits it.
-        microbatch: sequences in one forward of one data-parallel rank.
-        num_microbatches: of one step: gradient accumulation, or what the pipeline is fed.
-        schedule: of the pipeline, by the flag's spelling.
+        microbatch: sequences per microbatch of one data-parallel rank.
+        num_microbatches: microbatches per step: gradient accumulation, or the input of the pipeline.
+        schedule: schedule of the pipeline, as the flag spells it.
         stages_per_rank: virtual stages of the interleaved schedules, 1 otherwise.
-        activation_checkpoint: what is recomputed. ``selective`` is by op: every other matmul.
-        selective_layers: of ``selective``: every so many layers recomputed in full; None: by op.
-        compile: every block is compiled.
-        precision: of the matmuls of the blocks; the output layer and attention stay in bfloat16 below float32.
-        float8_recipe: of torchao or TransformerEngine: ``tensorwise``, ``rowwise``, ...; empty: the trainer's.
-        float8_all_gather: FSDP gathers weights in float8.
-        weight_bytes: of one stored weight: 4 for float32.
-        param_bytes: of one weight while it computes: 2 for bfloat16.
-        reduce_bytes: of one number of a gradient that is reduced.
-        moment_bytes: of one running mean of the optimizer, of which there are two.
+        activation_checkpoint: mode of recomputation. ``selective`` is by op: every other matmul.
+        selective_layers: for ``selective``: every this many layers one is recomputed in full; None: by op.
+        compile: whether every block is compiled.
+        precision: precision of the matmuls of the blocks; the output layer and attention stay in bfloat16 below
+            float32.
+        float8_recipe: recipe of torchao or TransformerEngine: ``tensorwise``, ``rowwise``, ...; empty: the trainer's.
+        float8_all_gather: whether FSDP gathers weights in float8.
+        weight_bytes: bytes of one stored weight: 4 for float32.
+        param_bytes: bytes of one weight while it computes: 2 for bfloat16.
+        reduce_bytes: bytes of one number of a gradient that is reduced.
+        moment_bytes: bytes of a number in each of the optimizer's two running means.
         zero_stage: 0 replicas, 1 optimizer state sharded, 2 gradients too, 3 weights too (FSDP2).
         reshard: ``reshard_after_forward_mode``.
         gradient_sync: ``immediate`` reduces in every microbatch, ``deferred`` in the last.
-        async_tp: tensor parallelism's collectives are split and overlapped with the matmuls.
-        loss: how logits and cross-entropy are computed.
-        loss_tokens: of ``chunked``: tokens whose logits exist at a time.
-        score_tokens: of those, tokens that are scored in float32 at a time.
+        async_tp: whether tensor parallelism's collectives are split and overlapped with the matmuls.
+        loss: implementation of logits and cross-entropy.
+        loss_tokens: for ``chunked``: tokens whose logits exist at a time.
+        score_tokens: for ``chunked``: tokens of these that are scored in float32 at a time.
         optimizer: ``fused``, ``foreach`` or ``for-loop``.
-        cpu_offload: weights, gradients and optimizer state lie in the host's memory between their uses.
-        trainer: whose implementation: what is fused, kept and overlapped.
-        pointwise: what norms and gates keep for their backward. ``operators``: all, as PyTorch differentiates them on a
-            CPU; ``norms``: so of norms alone, of gates only their inputs; ``silu``: the gate before and after its
-            activation too, as eager PyTorch does on a GPU; ``fused``: only their inputs. None: ``fused`` where blocks
-            are compiled, else what the trainer does.
-        muon: matrices of the layers keep one running mean, not two.
-        sequence_parallel: between the matmuls of tensor parallelism a rank has its part of the sequence.
-        stage_layers: layers of each pipeline stage in order; empty: as even in cost as they go.
-        keeps_mask: attention under context parallelism keeps an explicit mask, as a CPU's kernels do.
-        keeps_probabilities: attention keeps its probabilities, as a CPU's kernel for short sequences does.
-        snapshot: a copy of weights and optimizer state is kept beside them, to go back to.
-        lora_base: of a model with adapters: how its frozen layers are kept, as ``lora.base`` has it.
+        cpu_offload: whether weights, gradients and optimizer state are in the host's memory between their uses.
+        trainer: trainer, which decides what is fused, kept and overlapped.
+        pointwise: tensors that norms and gates keep for their backward. ``operators``: all, as PyTorch differentiates
+            them on a CPU; ``norms``: all of norms, but only the inputs of gates; ``silu``: also the gate before and
+            after its activation, as in eager PyTorch on a GPU; ``fused``: only their inputs. None: ``fused`` if blocks
+            are compiled, else the trainer's.
+        muon: whether matrices of the layers keep one running mean, not two.
+        sequence_parallel: whether a rank has its part of the sequence between the matmuls of tensor parallelism.
+        stage_layers: layers of each pipeline stage in order; empty: as even in cost as possible.
+        keeps_mask: whether attention under context parallelism keeps an explicit mask, as a CPU's kernels do.
+        keeps_probabilities: whether attention keeps its probabilities, as a CPU's kernel for short sequences does.
+        snapshot: whether a copy of weights and optimizer state is kept for rollback.
+        lora_base: for a model with adapters: format of its frozen layers, as in ``lora.base``.
     """
 
     model: ModelDescription
@@ -188,12 +191,12 @@ class Workload:
 
     @property
     def is_tied(self) -> bool:
-        """The output layer shares the embedding's weight; the last stage of a pipeline has a copy of its own."""
+        """Whether the output layer shares the embedding's weight; the last stage of a pipeline has its own copy."""
         return self.model.tied_embeddings and self.layout.pp == 1
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks, next to each other, that hold the experts of a layer once."""
+        """Number of neighbouring ranks that together have the experts of a layer once."""
         layout = self.layout
         return max(layout.ep, layout.tp) if self.trainer.splits_experts else layout.ep
 
@@ -204,7 +207,7 @@ class Workload:
 
     @property
     def tokens_per_rank(self) -> float:
-        """Tokens of one step for each GPU: what tokens/s/GPU counts."""
+        """Tokens of one step per GPU, as counted by tokens/s/GPU."""
         layout = self.layout
         sequences = self.microbatch * self.num_microbatches * layout.batch
         return sequences * self.seq_len / layout.num_ranks
@@ -215,8 +218,8 @@ class Estimate:
     """Memory of one rank in bytes, or time of one step in seconds.
 
     Attributes:
-        parts: by what they are for; they sum to the total.
-        note: of memory: the moment of the peak and the rank; of time: what bounds it.
+        parts: bytes or seconds by purpose; they sum to the total.
+        note: for memory: the moment of the peak and the rank; for time: the largest part.
     """
 
     parts: Mapping[str, float]
@@ -224,26 +227,26 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
 
 MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
-"""Of one number of an optimizer's running means, by ``optimizer.state_dtype``."""
+"""Bytes per number of an optimizer's running means, by ``optimizer.state_dtype``."""
 
 Device = Literal["cuda", "cpu", "dry_run"]
 
 
 def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, device: Device = "cuda") -> Workload:
-    """What ``config`` asks of ``num_ranks`` ranks.
+    """The workload of ``config`` on ``num_ranks`` ranks.
 
-    Where recomputation is left to the machine or to the compiler (``auto``, ``memory_budget``) all activations stay.
+    If recomputation is left to the machine or to the compiler (``auto``, ``memory_budget``), all activations stay.
 
     Args:
         config: the run; its rules have been checked.
-        facts: of its model.
+        facts: description of its model.
         num_ranks: ranks of the layout.
-        device: what it runs on; ``dry_run``: on fake tensors, which take a CPU's kernels and are not compiled.
+        device: device of the run; ``dry_run``: fake tensors, which use a CPU's kernels and are not compiled.
 
     Raises:
         LayoutError: the degrees do not multiply to ``num_ranks``.
@@ -289,7 +292,7 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
 
 
 def _param_bytes(config: RunConfig) -> int:
-    """``auto`` is taken for bfloat16, as on a GPU."""
+    """Bytes of a weight in a matmul; ``auto`` counts as bfloat16, as on a GPU."""
     return ITEMSIZE.get(config.training.mixed_precision_param, 2)
 
 
@@ -316,13 +319,13 @@ def _loss(config: RunConfig, facts: ModelDescription, device: Device) -> dict[st
 
 
 def _on_cpu(config: RunConfig, device: Device) -> bool:
-    """Whether the run takes a CPU's kernels."""
+    """Whether the run uses a CPU's kernels."""
     return device == "cpu" or (device == "dry_run" and config.training.device == "cpu")
 
 
 def _pointwise(config: RunConfig, device: Device) -> Pointwise:
-    """Compiled blocks keep only inputs, as the fused kernels of a CPU do, which are for float32; they take no DTensors,
-    as which norms compute under tensor parallelism.
+    """Tensors that norms and gates keep. Compiled blocks keep only inputs. So do the fused kernels of a CPU, which need
+    float32 and plain tensors; norms under tensor parallelism compute with DTensors.
     """
     if config.compile.enable and device != "dry_run":
         return "fused"

@@ -1,1 +1,2 @@
-"""Proofs for anyone to run: every layout trains one curve, starts from the same bits, and compiling keeps them."""
+"""Proofs that anyone can run: every layout has the same curve and the same first bits, and compiling keeps the
+curve."""

@@ -1,4 +1,5 @@
-"""``crius verify chaos``: ranks are killed at random, again and again, and the run ends where it would have ended."""
+"""``crius verify chaos``: ranks are killed at random again and again, and the run ends as it would have without
+kills."""
 
 import contextlib
 import dataclasses
@@ -31,23 +32,23 @@ from crius.tools.verify.starts import Start, all_starts, num_threads, tolerance_
 from crius.tools.verify.survival import KILLED, UNDISTURBED, Course, Findings, Life
 
 START_SHARE = 0.35
-"""Of the moments, those that lie before the steps of an attempt."""
+"""Share of the moments that lie before the steps of an attempt."""
 COLD_SHARE = 6
-"""Where kernels are compiled, one kill in so many comes while the first ones are."""
+"""If kernels are compiled, one of this many kills comes during the first compilation."""
 _STEP_PHASES = ("data", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What chance decides about one attempt: numbers in [0, 1), so that they do not depend on how far the run is.
+    """Random choices for one attempt: numbers in [0, 1), so that they do not depend on the progress of the run.
 
     Attributes:
-        is_timed: it is killed from outside at a moment; else where it comes to a phase of a step.
-        place: which phase, or which moment.
-        step: which of the steps that it may come to.
-        rank: which one is killed.
-        start: which way it is started.
-        is_cold: it starts without compiled kernels, and is killed at a moment of their compilation, at ``place``.
+        is_timed: whether it is killed from outside at a moment; otherwise at a phase of a step.
+        place: choice of the phase, or of the moment.
+        step: choice among the possible steps.
+        rank: choice of the rank to kill.
+        start: choice of the way to start.
+        is_cold: whether it starts without compiled kernels and is killed during their compilation, at ``place``.
     """
 
     is_timed: bool
@@ -59,14 +60,15 @@ class Draw:
 
 
 def drawn(kills: int, seed: int, *, compiles: bool = False) -> list[Draw]:
-    """The draws of so many attempts that are killed, half of them by the clock, and of the one after them.
+    """The draws of the attempts to kill, half of them by the clock, and of the attempt after them.
 
-    The places of each half are spread evenly, so that no phase is left out by chance.
+    The places of each half are spread evenly, so that chance leaves out no phase.
 
     Args:
-        kills: how many.
-        seed: of all draws.
-        compiles: the run compiles with inductor: one kill in ``COLD_SHARE``, and at least one, comes while it does.
+        kills: number of kills.
+        seed: seed of all draws.
+        compiles: whether the run compiles with inductor: one kill in ``COLD_SHARE``, at least one, then comes during
+            it.
     """
     chance = random.Random(seed)
 
@@ -83,18 +85,18 @@ def drawn(kills: int, seed: int, *, compiles: bool = False) -> list[Draw]:
 
 
 def pick(values: Sequence[Any], share: float) -> Any:
-    """The element of ``values`` that ``share``, in [0, 1), of the way through it comes to."""
+    """The element of ``values`` at the relative position ``share``, in [0, 1)."""
     return values[int(share * len(values))]
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long the undisturbed run took.
+    """Times of the undisturbed run.
 
     Attributes:
         start: seconds until its first step could begin.
-        step: seconds of a step with all that follows it, on average.
-        compile: seconds in which it compiled, from an empty cache.
+        step: average seconds of a step with its follow-up work.
+        compile: seconds of compilation, from an empty cache.
     """
 
     start: float
@@ -103,26 +105,26 @@ class Pace:
 
     @classmethod
     def of(cls, life: Life, steps: int) -> "Pace":
-        """From the time ledger of a run that came to its end."""
+        """The times in the ledger of a run that reached its end."""
         seconds = life.summary["seconds"]
         start = seconds["initialise"] + seconds.get("load", 0.0)
         return cls(start, max(0.0, life.seconds - start) / steps, seconds.get("compile", 0.0))
 
 
 class Killer:
-    """Kills one rank of each attempt, until all kills are done, and lets the run get on all the same.
+    """Kills one rank of each attempt until all kills are done, but lets the run make progress.
 
-    Kill k comes at the latest in a step that is a share (k + 1) / kills of the run, or in the first one after the
-    newest checkpoint: each attempt is killed before it ends, and the last kills may come at the last steps.
+    Kill k comes at the latest in the step at the share (k + 1) / kills of the run, or in the first step after the
+    newest checkpoint. So each attempt is killed before it ends, and the last kills may come at the last steps.
 
     Args:
         draws: one for each kill, and one more.
-        starts: the ways to start an attempt.
-        folder: of the run.
+        starts: ways to start an attempt.
+        folder: folder of the run.
 
     Attributes:
-        pace: of the undisturbed run; set before the first attempt.
-        started: how each attempt was.
+        pace: times of the undisturbed run; set before the first attempt.
+        started: how each attempt was started.
     """
 
     def __init__(self, draws: Sequence[Draw], starts: Sequence[Start], folder: Path) -> None:
@@ -136,11 +138,11 @@ class Killer:
 
     @property
     def num_kills(self) -> int:
-        """That are to come."""
+        """Number of kills to come."""
         return len(self._draws) - 1
 
     def course(self, calm: Course) -> Course:
-        """That of the run, from that of the undisturbed one."""
+        """The course of the run, from the course of the undisturbed one."""
         return dataclasses.replace(
             calm,
             folder=self._folder,
@@ -163,23 +165,23 @@ class Killer:
         if draw.is_cold:
             shutil.rmtree(start.config.compile.cache_dir, ignore_errors=True)
             self._from, self._delay = math.inf, draw.place * self.pace.compile
-            place = f"step={first},phase=optimizer"  # if the machine is faster now
+            place = f"step={first},phase=optimizer"  # in case the machine is faster now
         elif draw.is_timed:
             if draw.place < START_SHARE:
                 self._delay = draw.place / START_SHARE * self.pace.start
             else:
                 self._from = math.inf
                 share = (draw.place - START_SHARE) / (1 - START_SHARE)
-                self._delay = share * (last - first + 2) * self.pace.step  # the first one takes longer
-            place = f"step={last},phase=data"  # if the moment is too late
+                self._delay = share * (last - first + 2) * self.pace.step  # the first step takes longer
+            place = f"step={last},phase=data"  # in case the moment is too late
         else:
             place = _place(draw, first, last, start.config)
         return start.config, start.num_ranks, f"kill:{place},rank={self._rank},attempt={number}"
 
     def on_poll(self, number: int, pids: Mapping[int, int]) -> None:
-        """See ``Supervision``: set the clock of an attempt, from its start or from when it is ready for its steps."""
+        """See ``Supervision``: start the clock of an attempt, from its start or from when it is ready for its steps."""
         if self._from == math.inf and self._logged() > self._size:
-            self._from = time.monotonic()  # the first line of an attempt in the log of samples
+            self._from = time.monotonic()  # the first line of an attempt in the sample log
         if self._timer or self._delay == math.inf or self._from == math.inf or self._rank not in pids:
             return
         seconds = max(0.0, self._from + self._delay - time.monotonic())
@@ -192,20 +194,20 @@ class Killer:
         self.close()
 
     def close(self) -> None:
-        """Stop the clock: the process ids of an attempt that is over may soon be those of others."""
+        """Stop the clock, because process ids of an ended attempt may soon belong to other processes."""
         if self._timer:
             self._timer.cancel()
             self._timer.join()
             self._timer = None
 
     def _span(self, number: int, steps: int) -> tuple[int, int]:
-        """The first step that an attempt does, and the last one that it may come to."""
+        """The first step of an attempt, and the last step that it may reach."""
         saved = CheckpointFolder(open_disk(str(self._folder / "checkpoints"))).steps()
         first = (saved[-1] if saved else 0) + 1
         return first, max(first, steps * (number + 1) // self.num_kills)
 
     def _logged(self) -> int:
-        """Bytes in the log of samples."""
+        """Bytes in the sample log."""
         return self._samples.stat().st_size if self._samples.exists() else 0
 
 
@@ -238,23 +240,23 @@ def chaos(
 ) -> int:
     """Run the real job undisturbed, and once more with one rank killed in each of ``kills`` attempts, and compare.
 
-    Half of the kills come where a rank comes to a phase of a step, the other half from outside at random moments, and
-    some while it compiles. Everything is drawn from ``seed``; where a moment meets the run depends on the machine.
+    Half of the kills come when a rank reaches a phase of a step, half from outside at random moments, some during
+    compilation. ``seed`` decides all choices; the state of the run at a moment depends on the machine.
 
     Args:
-        facts: of the run, on this machine.
-        folder: of both runs, and of the kernels that they compile.
-        kills: how many.
-        seed: of all draws.
-        steps: of training.
-        world_sizes: numbers of ranks, joined by commas, from which each attempt gets one, split into replicas and
-            shards at random; empty: always those of the run. Needs ``training.reproducible``.
-        layouts: joined by commas, of which each attempt gets one, the undisturbed run the first; see ``tolerance_of``.
+        facts: facts about the run on this machine.
+        folder: folder of both runs, and of the kernels that they compile.
+        kills: number of kills.
+        seed: seed of all draws.
+        steps: steps of training.
+        world_sizes: numbers of ranks, joined by commas; each attempt gets one, as random replicas and shards; empty:
+            the run's. Needs ``training.reproducible``.
+        layouts: layouts, joined by commas; each attempt gets one, the undisturbed run the first; see ``tolerance_of``.
         timeout: seconds that each of the two runs may take.
         as_json: print JSON instead of lines.
 
     Returns:
-        0; 1 where runs differ, a kill did not come, a process is left, or a run did not end.
+        0; 1 if the runs differ, a kill did not happen, a process is left, or a run did not end.
 
     Raises:
         CriusError: the run is refused, an option is wrong, or the data is bad.
@@ -282,13 +284,13 @@ def chaos(
             return killer.course(first)
 
         conclude = functools.partial(_conclude, killer, seed)
-        not_ended = "the run did not come to its end; kills: {kills}"
+        not_ended = "the run did not reach its end; kills: {kills}"
         return survival.compare_runs("chaos", first, second, conclude, not_ended, as_json, tolerance_of(starts))
 
 
 def _conclude(killer: Killer, seed: int, calm: Life, killed: Life, equality: Equality) -> Findings:
     came = killed.kills()
-    absent = [f"only {len(came)} of {killer.num_kills} kills came"] if len(came) != killer.num_kills else []
+    absent = [f"only {len(came)} of {killer.num_kills} kills happened"] if len(came) != killer.num_kills else []
     absent += survival.processes_left(killed)
     counts = Counter(attempt.phase for attempt in came)
     phases = {phase: counts[phase] for phase in PHASES if counts[phase]}
@@ -309,7 +311,7 @@ def _conclude(killer: Killer, seed: int, calm: Life, killed: Life, equality: Equ
     lines = [
         f"{len(killer.started)} starts ({sizes}), {len(recovery_seconds)} times a new step before the next kill, "
         f"{mean} after the failure on average",
-        f"{equality.steps_again} steps done again; {killed.seconds:.1f} s with kills, {survival.costs(calm, killed)}",
+        f"{equality.steps_again} steps repeated; {killed.seconds:.1f} s with kills, {survival.costs(calm, killed)}",
     ]
     survived = f"{len(came)} kills survived ({', '.join(f'{name} {count}' for name, count in phases.items())})"
     return absent, fields, lines, "; ".join([f"{survived}, {equality.verdict()}", *absent])

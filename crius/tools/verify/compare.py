@@ -1,4 +1,4 @@
-"""``crius verify parity`` and ``compile``: each layout beside its reference, a row a layout."""
+"""``crius verify parity`` and ``compile``: compares each layout with its reference, one row per layout."""
 
 import functools
 import math
@@ -19,15 +19,16 @@ from crius.tools.verify.worker import Task
 from crius.train.inputs import describe_known_model
 
 NEED_COMPILE = ("async_tp", "memory_budget")
-"""Options that mean nothing to an eager run."""
+"""Options that have no effect on an eager run."""
 
 COMPARED_STEPS = 3
-"""Of which loss and gradient norm are compared; later the differences of the parameters feed on themselves."""
+"""Number of steps whose loss and gradient norm are compared; later, differences of the parameters grow by
+themselves."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The greatest relative difference that a column may show, and why it is not zero."""
+    """The largest relative difference that a column may show, and why it is not zero."""
 
     bound: float
     reason: str
@@ -47,7 +48,7 @@ _BFLOAT16 = {
 }
 # measured over layouts of the debug model: at most 8e-5, 1e-3, 5e-4 and 0.2
 _TENSORWISE = {
-    "loss": Tolerance(5e-4, "one scale for what a rank multiplies: other ranks and microbatches, other roundings"),
+    "loss": Tolerance(5e-4, "one scale per matmul of a rank: other ranks and microbatches give other roundings"),
     "grad_norm": Tolerance(1e-2, "those roundings, of up to 2**-4 of a number, through all layers and back"),
     "parameters": Tolerance(3e-3, "those roundings, in the gradients"),
     "update": Tolerance(0.5, "AdamW makes a whole step of a gradient whose sign is lost in float8"),
@@ -61,14 +62,14 @@ _ROWWISE = {
 }
 # measured: at most 2e-5, 2e-4, 1e-5 and 4e-2
 _BLOCKS = {
-    "loss": Tolerance(1e-4, "a layer that is no whole blocks on each rank stays in high precision on that layout"),
+    "loss": Tolerance(1e-4, "a layer without whole blocks on each rank stays in high precision on that layout"),
     "grad_norm": Tolerance(2e-3, "as the loss, through all layers and back"),
     "parameters": Tolerance(3e-4, "as the loss, in the gradients"),
     "update": Tolerance(0.3, "AdamW makes a whole step of a gradient near 0, whose sign is in its last bits"),
 }
 _REROUTED = "a choice between experts whose scores differ by less than such a rounding"
 _MOST_REROUTED = {"float32": Tolerance(1e-3, _REROUTED), "bfloat16": Tolerance(2e-2, _REROUTED)}
-_BUFFERS = Tolerance(0.0, "whole numbers of tokens move them; not asked where tokens are rerouted")
+_BUFFERS = Tolerance(0.0, "whole numbers of tokens move them; not required if tokens are rerouted")
 _ALL = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "float8 tensorwise": _TENSORWISE, "mxfp8": _BLOCKS}
 
 
@@ -82,16 +83,16 @@ def parity(
     timeout: int = 300,
     as_json: bool = False,
 ) -> int:
-    """Train each layout and one device on the same uneven batches, and print how far they are apart.
+    """Train each layout and one device on the same uneven batches, and print their differences.
 
-    Layouts that change what is computed, such as ``+document``, have a reference of their own.
+    Layouts that change the computation, such as ``+document``, have a reference of their own.
 
     Args:
-        facts: of the run, on this machine.
-        folder: of the logs, one folder a layout below it.
-        layouts: which ones, joined by commas; empty: ``matrix.PARITY``, or ``EXPERTS``.
-        nproc: most ranks of a layout where ``layouts`` is empty.
-        steps: of training, at least 1; the first three are compared, and the parameters after the last.
+        facts: facts about the run on this machine.
+        folder: folder of the logs, with one folder per layout.
+        layouts: layouts, joined by commas; empty: ``matrix.PARITY``, or ``EXPERTS``.
+        nproc: most ranks of a layout if ``layouts`` is empty.
+        steps: steps of training, at least 1; the first three are compared, and the parameters after the last.
         timeout: seconds that a layout may take.
         as_json: print JSON instead of a table.
 
@@ -121,16 +122,16 @@ def compile(
     timeout: int = 300,
     as_json: bool = False,
 ) -> int:
-    """Train each layout eager and compiled on the same uneven batches, and print how far the two are apart.
+    """Train each layout eager and compiled on the same uneven batches, and print their differences.
 
-    A layout that was asked to compile and runs eager fails.
+    A layout that was asked to compile but runs eager fails.
 
     Args:
-        facts: of the run, on this machine.
-        folder: of the logs, one folder a layout below it.
-        layouts: which ones, joined by commas, without ``+compile``; empty: ``matrix.COMPILE``.
-        nproc: most ranks of a layout where ``layouts`` is empty.
-        steps: of training, at least 1; the first three are compared, and the parameters after the last.
+        facts: facts about the run on this machine.
+        folder: folder of the logs, with one folder per layout.
+        layouts: layouts, joined by commas, without ``+compile``; empty: ``matrix.COMPILE``.
+        nproc: most ranks of a layout if ``layouts`` is empty.
+        steps: steps of training, at least 1; the first three are compared, and the parameters after the last.
         timeout: seconds that a layout may take.
         as_json: print JSON instead of a table.
 
@@ -161,7 +162,7 @@ def _without(layout: Layout, options: Sequence[str]) -> Layout:
 
 
 def checked(facts: Facts, layouts: Sequence[Layout], steps: int) -> RunConfig:
-    """The run of a verb, once it is known that one device could train it on the data that there is.
+    """The run of a verb, after a check that one device could train it on the available data.
 
     Raises:
         CriusError: it could not.
@@ -184,16 +185,16 @@ def compare_all(
     """Run all groups and print the table.
 
     Args:
-        verb: for the JSON.
-        groups: layouts that are compared with the first of them.
+        verb: name of the verb, for the JSON.
+        groups: layouts; each group is compared with its first one.
         config: from ``checked``.
-        folder: of the logs.
+        folder: folder of the logs.
         timeout: seconds that a layout may take.
         as_json: print JSON instead of a table.
-        is_asked: the layouts were named: one that is refused is an error.
+        is_asked: whether the layouts were named: then a refused layout is an error.
 
     Returns:
-        0; 1 where a layout is further away than the tolerance, or fails; 2 where one that was named is refused.
+        0; 1 if a layout differs by more than the tolerance, or fails; 2 if a named layout is refused.
 
     Raises:
         SystemExit: a signal ended it; 130 or 143.
@@ -230,23 +231,23 @@ def _run_group(
 
 
 def task_of(layout: Layout, folder: Path, timeout: int, shards: Shards, is_reference: bool, config: RunConfig) -> Task:
-    """What the ranks of a layout are given, for ``worker.train``.
+    """The task of the ranks of a layout, for ``worker.train``.
 
     Args:
-        layout: of them.
-        folder: of the logs, one folder a layout below it.
+        layout: the layout.
+        folder: folder of the logs, with one folder per layout.
         timeout: seconds that it may take.
         shards: parameters of the reference.
-        is_reference: it is the reference itself.
+        is_reference: whether it is the reference itself.
         config: the run on this layout.
     """
-    # a row that says compile must not run eager; async tensor parallelism may well do nothing, on a CPU
+    # a row with compile must not run eager; async tensor parallelism may have no effect on a CPU
     strict = "compile" in layout.options and not config.parallelism.enable_async_tensor_parallel
     return Task(config, folder / str(layout), timeout, shards, is_reference, strict)
 
 
 def judge(case: Case, expected: dict[str, Any] | None, result: dict[str, Any]) -> tuple[dict[str, float], str, bool]:
-    """See ``Judge``: the result of ``case`` held against the reference's, which has none to be held against."""
+    """See ``Judge``: compares the result of ``case`` with the reference's; the reference itself has none."""
     assert case.config is not None
     want = expected or result
     values = {
@@ -261,7 +262,7 @@ def judge(case: Case, expected: dict[str, Any] | None, result: dict[str, Any]) -
     if "buffers" in bounds:
         values["buffers"] = _moved_apart(result["buffers"], want["buffers"])
     most = {column: tolerance.bound for column, tolerance in bounds.items()}
-    if values.get("rerouted"):  # two experts have a token more and a token less, and so another gradient
+    if values.get("rerouted"):  # one expert has a token more, another a token less, so their gradients differ
         others = {column: _BFLOAT16[column].bound for column in ("parameters", "update")}
         most |= {column: max(bound, most[column]) for column, bound in others.items()} | {"buffers": math.inf}
     beyond = [column for column in bounds if values[column] > most[column]]
@@ -269,20 +270,20 @@ def judge(case: Case, expected: dict[str, Any] | None, result: dict[str, Any]) -
     if {"parameters", "update"} & set(beyond):
         notes.append(f"most in {result['worst']}")
     if result["missing"]:
-        notes.append(f"not held once: {', '.join(result['missing'][:3])}" + ", ..." * (len(result["missing"]) > 3))
+        notes.append(f"not exactly once: {', '.join(result['missing'][:3])}" + ", ..." * (len(result["missing"]) > 3))
     if expected is None:
         notes.append(f"parameters move by {result['moved']:.1e}")
     return values, ", ".join(notes), bool(beyond or result["missing"])
 
 
 def _apart(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """Largest relative difference over the compared steps; infinite where one is no number."""
+    """Largest relative difference over the compared steps; infinite if one is not a number."""
     pairs = list(zip(got, want, strict=True))[:COMPARED_STEPS]
     return max(0.0 if a == b else _number(abs(a - b) / abs(b)) if b else math.inf for a, b in pairs)
 
 
 def _rerouted(got: Sequence[Any], want: Sequence[Any]) -> float:
-    """The least share of choices that fell on another expert in the compared steps, by the counts of each expert."""
+    """Share, at least, of choices that fell on another expert in the compared steps, by the counts of each expert."""
     pairs = [
         (a, b)
         for step in list(zip(got, want, strict=True))[:COMPARED_STEPS]
@@ -293,7 +294,7 @@ def _rerouted(got: Sequence[Any], want: Sequence[Any]) -> float:
 
 
 def _moved_apart(got: dict[str, Any], want: dict[str, Any]) -> float:
-    """Largest difference of a buffer's numbers; infinite where one has other buffers."""
+    """Largest difference of a buffer's numbers; infinite if the buffers are not the same."""
     if got.keys() != want.keys():
         return math.inf
     return max((abs(a - b) for name in got for a, b in zip(got[name], want[name], strict=True)), default=0.0)
@@ -304,15 +305,15 @@ def _number(value: float) -> float:
 
 
 def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -> None:
-    """Print what was measured, the tolerances of each precision with their reasons, and the sum of all rows."""
+    """Print the meaning of the columns, the tolerances of each precision with their reasons, and a summary."""
     run_rows = [row for row in table.rows if row.values and row.status != "reference"]
     columns = next(iter(kinds.values()))
     largest = {column: max((row.values[column] for row in run_rows), default=0.0) for column in columns}
     counts = table.counts()
     looser = [f"{column} {_BFLOAT16[column].bound:g}" for column in ("parameters", "update")]
     experts = [
-        "rerouted: the share of choices that fell on another expert, by the counts of the first three steps; where",
-        f"there are some, at most {' and '.join(looser)} are asked",
+        "rerouted: the share of choices that fell on another expert, by the counts of the first three steps; if",
+        f"there are any, the tolerances are {' and '.join(looser)}",
     ]
     legend = [
         "",
@@ -333,7 +334,7 @@ def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -
 
 
 def precision(config: RunConfig) -> str:
-    """What the matmuls of ``config`` are computed in, such as ``bfloat16`` or ``float32 and float8 rowwise``."""
+    """Precision of the matmuls of ``config``, such as ``bfloat16`` or ``float32 and float8 rowwise``."""
     dense, training = config.quantize.dense, config.training
     dtypes = (training.mixed_precision_param, training.mixed_precision_reduce, training.dtype)
     low = f"float8 {dense.float8.recipe}" if dense.float8.enable else "mxfp8" if dense.mxfp8.enable else ""
@@ -341,7 +342,7 @@ def precision(config: RunConfig) -> str:
 
 
 def tolerances(config: RunConfig) -> dict[str, Tolerance]:
-    """By column, for the precision of ``config``: of all that is rounded the coarsest."""
+    """Tolerances by column for the precision of ``config``: those of the coarsest rounding."""
     names, model = precision(config).split(" and "), describe_known_model(config)
     parts = [_ALL.get(part, _ROWWISE) for part in names]
     bounds = {column: max((part[column] for part in parts), key=lambda one: one.bound) for column in _FLOAT32}

@@ -1,4 +1,4 @@
-"""Whether a run that was killed is the run that was not: each step, the last checkpoint, each sample. No torch."""
+"""Whether a killed run equals the undisturbed one: each step, the last checkpoint, each sample. No torch."""
 
 import json
 import math
@@ -20,32 +20,32 @@ from crius.interop.casting import FLOATS, cast
 from crius.tools.data_audit.audit import audit
 
 COMPARED = ("loss", "grad_norm")
-"""Of each step, in ``metrics.jsonl``, where they are written to the last bit."""
+"""Numbers of each step in ``metrics.jsonl`` that are compared; the file has them to the last bit."""
 STATE = ("train", "data", "stability")
-"""Parts of ``state.json`` that belong to the run; the others tell of its processes. The last one holds losses."""
+"""Parts of ``state.json`` that belong to the run; the others describe its processes. The last one contains losses."""
 WEIGHTS = "model."
-"""How their names in a checkpoint start."""
+"""Prefixes of the names in a checkpoint."""
 _MOST_NAMED = 5
 Records = list[dict[str, Any]]
 Pair = tuple[int, Records, Records]
-"""A step, and its records in both runs; there should be one in each."""
+"""A step, and its records in both runs; each should have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Equality:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
-        steps: there should be.
-        same_steps: that are in both runs, with the same loss and gradient norm, or a loss within the tolerance.
-        first_difference: of the steps; empty where there is none.
-        hash, hash_killed: over weights and optimizer state of the two last checkpoints.
-        tensors: which of them differ, named: at most so many.
-        problems: what else is wrong, such as a sample that came twice.
-        steps_again: of the killed run, that were done and that a failure took back.
-        tolerance: of the loss of every step, relative; 0: everything is compared to the last bit.
-        apart: where there is a tolerance, the largest relative differences of loss and gradient norm, and that of the
-            weights, by the L2 norm of their difference.
+        steps: number of expected steps.
+        same_steps: steps in both runs with the same loss and gradient norm, or a loss within the tolerance.
+        first_difference: first step that differs; empty if none does.
+        hash, hash_killed: hashes of weights and optimizer state of the two last checkpoints.
+        tensors: names of differing tensors, with a limit.
+        problems: other errors, such as a sample that came twice.
+        steps_again: steps of the killed run that it repeated after failures.
+        tolerance: relative tolerance of the loss of every step; 0: everything is compared to the last bit.
+        apart: with a tolerance, the largest relative differences of loss and gradient norm, and that of the weights, by
+            the L2 norm of their difference.
     """
 
     steps: int
@@ -69,7 +69,7 @@ class Equality:
         return self.same_steps == self.steps and is_same and not self.problems
 
     def lines(self) -> list[str]:
-        """What differs; none where nothing does."""
+        """Differences, one per line; empty if there are none."""
         found = [self.first_difference] if self.first_difference else []
         return [*found, *(f"differs: {tensor}" for tensor in self.tensors), *self.problems]
 
@@ -92,14 +92,14 @@ class Equality:
 
 
 def compare(expected: Path, got: Path, steps: int, tolerance: float = 0.0) -> Equality:
-    """Compare two run folders whose runs are at their end.
+    """Compare two run folders of finished runs.
 
     Args:
-        expected: of the run that nothing happened to.
-        got: of the other.
-        steps: that both should have.
-        tolerance: of the loss of every step, relative: gradient norms and weights may differ, and how far is measured;
-            0: none, and everything must be the same to the last bit.
+        expected: folder of the undisturbed run.
+        got: folder of the other run.
+        steps: steps that both should have.
+        tolerance: relative tolerance of the loss of every step; gradient norms and weights may then differ, and the
+            difference is measured. 0: everything must be the same to the last bit.
 
     Raises:
         CriusError: a checkpoint or a log cannot be read.
@@ -126,7 +126,7 @@ def compare(expected: Path, got: Path, steps: int, tolerance: float = 0.0) -> Eq
     report = audit(got)
     problems += [f"audit: {problem}" for problem in report.problems]
     if not report.problems and report.last_step != steps:
-        problems.append(f"audit: the log of samples ends with step {report.last_step}")
+        problems.append(f"audit: the sample log ends with step {report.last_step}")
     return Equality(
         steps=steps,
         same_steps=sum(not line for line in lines),
@@ -142,7 +142,7 @@ def compare(expected: Path, got: Path, steps: int, tolerance: float = 0.0) -> Eq
 
 
 def _steps(run_dir: Path) -> dict[int, Records]:
-    """The records of each step; there should be one."""
+    """The records of each step; each should have one."""
     found: dict[int, Records] = {}
     for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -152,7 +152,7 @@ def _steps(run_dir: Path) -> dict[int, Records]:
 
 
 def _difference(step: int, want: Records, have: Records, tolerance: float) -> str:
-    """How a step of the killed run differs; empty where it does not, or its loss by no more than the tolerance."""
+    """Difference of a step of the killed run; empty if there is none, or if the loss is within the tolerance."""
     if len(want) != 1 or len(have) != 1:
         return f"step {step} is {len(have)} times in metrics.jsonl of the killed run, {len(want)} times in the other's"
     values = [(name, want[0][name], have[0][name]) for name in (COMPARED[:1] if tolerance else COMPARED)]
@@ -167,7 +167,7 @@ def _is_near(got: float | None, expected: float | None, tolerance: float) -> boo
 
 
 def _relative(got: float | None, expected: float | None) -> float:
-    """Difference of two numbers; infinite where one is none or not finite."""
+    """Relative difference of two numbers; infinite if one is missing or not finite."""
     if got == expected:
         return 0.0
     apart = abs(got - expected) / abs(expected) if got is not None and expected else math.inf
@@ -175,7 +175,7 @@ def _relative(got: float | None, expected: float | None) -> float:
 
 
 def _furthest(pairs: list[Pair]) -> dict[str, float]:
-    """The largest relative difference of each number of a step, over the steps that are in both runs."""
+    """The largest relative difference of each number of a step, over the steps in both runs."""
     both = [(want[0], have[0]) for _, want, have in pairs if want and have]
     return {
         name: max((_relative(got[name], expected[name]) for expected, got in both), default=0.0) for name in COMPARED
@@ -189,13 +189,13 @@ def _damaged(disk: Disk) -> Iterator[str]:
 
 
 def _tensors(disks: list[Disk], name: str, manifests: list[Manifest], is_exact: bool) -> tuple[list[str], float]:
-    """Which tensors differ, and in how many of their numbers; and how far the weights are apart.
+    """Tensors that differ, with the count of differing numbers; and the difference of the weights.
 
     Args:
-        disks: of both runs.
-        name: of the checkpoints.
-        manifests: of them.
-        is_exact: whether every bit counts; else fractions may differ, and only the rest is named.
+        disks: disks of both runs.
+        name: name of the checkpoints.
+        manifests: their manifests.
+        is_exact: whether every bit counts; otherwise floating-point tensors may differ, and only others are named.
     """
     found, apart, whole = [], 0.0, 0.0
     for tensor in sorted({*manifests[0].tensors, *manifests[1].tensors}):
@@ -204,7 +204,7 @@ def _tensors(disks: list[Disk], name: str, manifests: list[Manifest], is_exact: 
         entries = [manifest.tensors.get(tensor) for manifest in manifests]
         want, got = entries
         if want is None or got is None:
-            found.append(f"{tensor} is in one of them only")
+            found.append(f"{tensor} is only in one of them")
         elif (want.dtype, want.shape) != (got.dtype, got.shape):
             found.append(f"{tensor}: {got.dtype} {list(got.shape)}, not {want.dtype} {list(want.shape)}")
         elif is_exact or want.dtype not in FLOATS:
@@ -225,7 +225,7 @@ def _numbers(disk: Disk, name: str, entry: TensorEntry) -> npt.NDArray[np.float6
 
 
 def _states(disks: list[Disk], name: str, manifests: list[Manifest], parts: Sequence[str]) -> list[str]:
-    """What of the counters, the data cursor and the stability monitor differs."""
+    """Differences in the counters, the data cursor and the stability monitor."""
     want, got = (read_state(disk, name, manifest) for disk, manifest in zip(disks, manifests, strict=True))
     unlike = [part for part in parts if want.get(part) != got.get(part)]
     return [f"state.json: {part} is {got.get(part)}, not {want.get(part)}"[:300] for part in unlike]

@@ -24,18 +24,18 @@ def init(
 ) -> int:
     """Draw the weights under each layout, and print a hash of their bits.
 
-    The first layout is what the others are held against; the hash is of all parameters, in float32 as they are trained.
+    The other layouts are compared with the first. The hash is over all parameters, in float32 as they are trained.
 
     Args:
-        facts: of the run, on this machine.
-        folder: of the logs, one folder a layout below it.
-        layouts: which ones, joined by commas; empty: ``matrix.INIT``, or ``EXPERTS_INIT``.
-        nproc: most ranks of a layout where ``layouts`` is empty.
+        facts: facts about the run on this machine.
+        folder: folder of the logs, with one folder per layout.
+        layouts: layouts, joined by commas; empty: ``matrix.INIT``, or ``EXPERTS_INIT``.
+        nproc: most ranks of a layout if ``layouts`` is empty.
         timeout: seconds that a layout may take.
         as_json: print JSON instead of a table.
 
     Returns:
-        0 for one hash; 1 for several, or where a layout fails; 2 where one of ``layouts`` is refused.
+        0 for one hash; 1 for several, or if a layout fails; 2 if one of ``layouts`` is refused.
 
     Raises:
         CriusError: the run is refused on one device too, or a layout cannot be read.
@@ -72,7 +72,7 @@ def _row(case: Case, expected: dict[str, str], folder: Path, timeout: int) -> tu
         other = [parameter for parameter in expected if sums.get(parameter) != expected[parameter]]
         note = ""
         if wrong:
-            note = f"{len(wrong)} of {len(sums)} differ between ranks that hold the same part, first {wrong[0]}"
+            note = f"{len(wrong)} of {len(sums)} differ between ranks with the same part, first {wrong[0]}"
         elif other:
             note = f"{len(other)} of {len(sums)} parameters differ, first {other[0]}"
         return {"hash": one_hash(sums)}, note, bool(note)

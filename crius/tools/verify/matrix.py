@@ -1,4 +1,4 @@
-"""Which layouts a verb runs, and the config of each."""
+"""Layouts that a verb runs, and the config of each."""
 
 import dataclasses
 import math
@@ -74,7 +74,7 @@ EXPERTS = (
         "tp2_ep2+mxfp8",
     ),
 )
-"""Of a model with experts, instead of ``PARITY``."""
+"""Layouts for a model with experts, instead of ``PARITY``."""
 INIT = (
     *("1", "ddp2", "fsdp2", "fsdp3", "fsdp8", "hsdp2x2", "hsdp2x4", "tp2", "tp4", "tp8", "fsdp2_tp2", "hsdp2x2_tp2"),
     *("pp2", "pp4", "pp4+interleave_1f1b", "pp4+zbv_zero_bubble", "pp2_fsdp2_tp2", "cp2", "fsdp2_cp2", "cp2_tp2"),
@@ -97,9 +97,9 @@ class Case:
     """One row of a verb.
 
     Attributes:
-        layout: what is run.
-        config: the run on it; None where the rules refuse it.
-        problems: why they do.
+        layout: layout of the row.
+        config: the run on it; None if the rules refuse it.
+        problems: reasons of the refusal.
     """
 
     layout: Layout
@@ -112,7 +112,7 @@ class Case:
         return " ".join(problem.what for problem in self.problems)
 
     def check(self, *, with_data: bool = False) -> None:
-        """Raise CriusError where the rules refuse it, or, ``with_data``, the data that there is will not do."""
+        """Raise CriusError if the rules refuse it, or with ``with_data`` if the available data does not suffice."""
         if self.config is None:
             raise ConfigError.together(self.problems)
         if with_data and self.config.data.source != "huggingface":  # a stream's threads cannot be forked
@@ -120,16 +120,16 @@ class Case:
 
 
 def check_positive(flag: str, value: float, fix: str) -> None:
-    """Raise ConfigError where ``value`` of ``flag`` is not."""
+    """Raise ConfigError if ``value`` of ``flag`` is not positive."""
     if not value > 0:
         raise ConfigError(f"{flag} {value} is not positive.", where="command line", fix=fix)
 
 
 def chosen(layouts: str, default: Sequence[str], most_ranks: int) -> list[Layout]:
-    """The layouts of ``--layouts a,b,c``, each once; without it those of ``default`` that fit ``most_ranks``.
+    """The layouts of ``--layouts a,b,c``, each once; without it the layouts of ``default`` with at most ``most_ranks``.
 
     Raises:
-        ConfigError: one is no layout, or none is left.
+        ConfigError: a word is not a layout, or no layout is left.
     """
     if layouts:
         return list(dict.fromkeys(parse_layout(text) for text in layouts.split(",")))
@@ -140,7 +140,7 @@ def chosen(layouts: str, default: Sequence[str], most_ranks: int) -> list[Layout
 
 
 def reference_of(layout: Layout) -> Layout:
-    """One device with those options of ``layout`` that change what is computed."""
+    """One device with the options of ``layout`` that change the computation."""
     return Layout(options=tuple(option for option in layout.options if option in OTHER_LOSS))
 
 
@@ -155,7 +155,7 @@ def fixed(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig
 
 
 def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
-    """``config`` for ``steps`` of training and nothing beside, with one global batch that all ``layouts`` split.
+    """``config`` for ``steps`` of training and nothing else, with one global batch that all ``layouts`` split.
 
     Raises:
         LayoutError: the schedule file cannot be read.
@@ -175,7 +175,7 @@ def bare(config: RunConfig, layouts: Sequence[Layout], steps: int) -> RunConfig:
 
 
 def shared_batch(config: RunConfig, layouts: Sequence[Layout]) -> int:
-    """Sequences of a global batch that all ``layouts`` split: that of ``config``, or where it has none a small one.
+    """Sequences of a global batch that all ``layouts`` split: the batch of ``config``, or else a small one.
 
     Raises:
         LayoutError: the schedule file cannot be read.
@@ -187,16 +187,16 @@ def shared_batch(config: RunConfig, layouts: Sequence[Layout]) -> int:
 
 
 def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
-    """``config`` on ``layout``, or why not.
+    """``config`` on ``layout``, or why it is refused.
 
     Args:
-        facts: of this machine, and of any run.
+        facts: facts about this machine, from any run.
         config: from ``fixed`` or ``bare``.
-        layout: what is asked for.
+        layout: requested layout.
     """
-    if layout.num_ranks == 1:  # what means nothing on one device is no reason to refuse the reference
+    if layout.num_ranks == 1:  # a setting without effect on one device does not refuse the reference
         config = replace_fields(config, _MEANINGLESS_ALONE)
-    if facts.asked.compile.enable is None:  # only rows with +compile do, as their tolerances are
+    if facts.asked.compile.enable is None:  # only rows with +compile compile, as the tolerances assume
         config = replace_fields(config, {"compile.enable": None})
     try:
         resolved = resolve(apply_layout(config, layout), Machine(device="cpu"), rows_are_given=True)

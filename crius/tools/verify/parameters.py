@@ -1,4 +1,4 @@
-"""The parameters of one layout beside those of another, shard by shard, and a checksum that no layout changes."""
+"""Comparison of the parameters of two layouts, shard by shard, and a checksum that no layout changes."""
 
 import hashlib
 import math
@@ -20,24 +20,24 @@ BLOCK_NUMEL = 1 << 22  # numbers compared at a time
 
 @dataclass(frozen=True)
 class Shards:
-    """Where a run left its parameters.
+    """Saved parameters of a run.
 
     Attributes:
-        folder: one file a rank and moment.
-        is_whole: one rank wrote whole parameters, for any layout to read; otherwise each rank wrote its own shards,
-            for the same layout to read.
+        folder: folder with one file per rank and moment.
+        is_whole: whether one rank wrote whole parameters, readable for any layout; otherwise each rank wrote its own
+            shards, for the same layout.
     """
 
     folder: Path
     is_whole: bool
 
     def save(self, moment: str, parameters: Named, rank: int) -> None:
-        """Write what this rank holds, as it is at ``moment``: ``start`` or ``end``."""
+        """Write this rank's parameters at ``moment``: ``start`` or ``end``."""
         shards = {name: local_shard(parameter)[0].cpu().clone() for name, parameter in parameters}
         torch.save(shards, self._path(moment, rank))
 
     def load(self, moment: str, rank: int) -> dict[str, Tensor]:
-        """What ``rank`` compares itself with; read from disk as far as it is looked at."""
+        """Parameters that ``rank`` compares itself with, read from disk as they are used."""
         return torch.load(self._path(moment, 0 if self.is_whole else rank), mmap=True, weights_only=True)
 
     def _path(self, moment: str, rank: int) -> Path:
@@ -46,14 +46,14 @@ class Shards:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the parameters of a run ended from those of the reference.
+    """Distance of the final parameters of a run from those of the reference.
 
     Attributes:
         whole: L2 norm of the difference of all parameters, relative to the norm of the reference's.
-        update: L2 norm of the difference of one parameter, relative to what training changed in it; the largest.
-        worst: the parameter where that is.
-        moved: L2 norm of what training changed in the whole reference, relative to the norm of its end.
-        missing: parameters of which the ranks together do not hold exactly one.
+        update: L2 norm of the difference of one parameter, relative to its change in training; the largest.
+        worst: parameter with the largest update difference.
+        moved: L2 norm of the change of the whole reference in training, relative to the norm of its end.
+        missing: parameters that the ranks together do not have exactly once.
     """
 
     whole: float
@@ -74,12 +74,12 @@ def compare(
     """Compare this rank's parameters with those of the reference; the same result on every rank.
 
     Args:
-        parameters: of this rank, by their names in the whole model.
+        parameters: parameters of this rank, by their names in the whole model.
         all_names: names of the whole model, in order.
         reference: its start and end.
-        num_holders: ranks that hold a part of each parameter: all of the run, or of one pipeline stage.
+        num_holders: ranks with a part of each parameter: all ranks of the run, or of one pipeline stage.
         ranks: all ranks.
-        copied: names of which two pipeline stages have a copy each.
+        copied: names that two pipeline stages have a copy of.
     """
     start, end = reference.load("start", ranks.rank), reference.load("end", ranks.rank)
     sums = torch.zeros((len(all_names), 4), dtype=torch.float64)
@@ -107,7 +107,7 @@ def compare(
 
 
 def _blocks(local: Tensor, offset: Sequence[int]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Rows of a shard, on the host, and where they start in the whole: few at a time, as they are copied."""
+    """Rows of a shard, on the host, and their offset in the whole: few at a time, because they are copied."""
     rows = max(1, BLOCK_NUMEL // max(1, math.prod(local.shape[1:])))
     for start in range(0, local.shape[0] if local.numel() else 0, rows):
         yield local[start : start + rows].cpu(), (offset[0] + start, *offset[1:])
@@ -121,18 +121,18 @@ def _part(saved: Tensor, shape: torch.Size, offset: Sequence[int]) -> Tensor:
 
 
 def checksums(parameters: Named, all_names: Sequence[str], ranks: World) -> dict[str, str]:
-    """For each parameter of the whole model a checksum of its bits, on every rank; empty where something is wrong.
+    """A checksum of the bits of each parameter of the whole model, on every rank; empty if something is wrong.
 
     The checksum of a shard is a sum, in 64 bits that wrap, over a mix of each number's bits and its place in the whole
-    parameter. So shards add up to the same number however the parameter is cut. Wrong is: two ranks that hold the same
-    shard with other bits, or shards that do not make up the whole.
+    parameter. So shards add up to the same number for any split of the parameter. It is wrong if two ranks have
+    different bits of the same shard, or if the shards do not make up the whole.
 
     Args:
-        parameters: of this rank, by their names in the whole model.
+        parameters: parameters of this rank, by their names in the whole model.
         all_names: names of the whole model, in order.
         ranks: all ranks.
     """
-    # place of the shard plus one, its size, its checksum, size of the whole; zeros where this rank holds nothing
+    # place of the shard plus one, its size, its checksum, size of the whole; zeros if this rank has no part
     rows = torch.zeros((len(all_names), 4), dtype=torch.int64)
     for name, parameter in parameters:
         local, offset = local_shard(parameter)
@@ -143,7 +143,7 @@ def checksums(parameters: Named, all_names: Sequence[str], ranks: World) -> dict
                 total += _mixed(block, _places(block.shape, place, parameter.shape))
             values = [first + 1, local.numel(), int(total), parameter.numel()]
             row, found = torch.tensor(values, dtype=torch.int64), rows[all_names.index(name)]
-            is_other = bool(found.any()) and not torch.equal(found, row)  # than the copy that this rank has, too
+            is_other = bool(found.any()) and not torch.equal(found, row)  # other bits than this rank's second copy
             found.copy_(torch.full_like(row, -1) if is_other else row)
     gathered = ranks.gather(rows.to(ranks.device)).cpu()  # (ranks, names, 4)
     sums = {}

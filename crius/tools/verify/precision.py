@@ -1,4 +1,4 @@
-"""``crius verify precision``: the loss curve in each low precision beside that in high precision."""
+"""``crius verify precision``: compares the loss curve in each low precision with the curve in high precision."""
 
 import importlib.util
 import math
@@ -30,22 +30,22 @@ PICTURE = "precision.png"
 PLAIN: dict[str, dict[str, Any]] = {
     dtype: {"training.mixed_precision_param": dtype} for dtype in ("float32", "bfloat16")
 }
-"""High precisions: the reference is one, and another may be compared with it."""
+"""High precisions: one is the reference, and others may be compared with it."""
 
 LAYERS = {name: "MXFP8Linear" if name == "mxfp8" else "Float8Linear" for name in FORMATS}
-"""What the converted layers of each format are, by the name of their class (``crius.quantize.backend``)."""
+"""Class names of the converted layers of each format (``crius.quantize.backend``)."""
 
 SHOWN = 5
-"""Steps whose loss the table has, evenly from the first to the last."""
+"""Number of steps in the table, evenly from the first to the last."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """How a curve is held against the reference's.
+    """Comparison of a curve with the reference's.
 
     Attributes:
-        steps: that a whole curve has.
-        tolerance: the greatest relative gap at the end of the curve.
+        steps: steps of a complete curve.
+        tolerance: largest relative gap at the end of the curve.
     """
 
     steps: int
@@ -58,11 +58,11 @@ class Judge:
 
     @property
     def columns(self) -> list[str]:
-        """Of the table."""
+        """Columns of the table."""
         return ["converted", "kept", *(f"step {step}" for step in self.shown), "tail", "gap %", "last %", "largest %"]
 
     def values(self, result: Mapping[str, Any], expected: Sequence[float]) -> dict[str, str]:
-        """By column, as shown; a curve that ended early has no values behind its end."""
+        """Values by column, as shown; a curve that ended early has no values after its end."""
         curve = result["loss"]
         found = {"converted": str(result["converted"]), "kept": str(result["kept"])}
         found |= {f"step {step}": f"{curve[step - 1]:.4f}" for step in self.shown if step <= len(curve)}
@@ -73,19 +73,19 @@ class Judge:
         return found
 
     def gaps(self, curve: Sequence[float], expected: Sequence[float]) -> dict[str, float]:
-        """Relative: of the mean over the tail, of the last step, and the largest of all steps; NaN stays NaN."""
+        """Relative gaps: of the mean over the tail, of the last step, and the largest of all steps; NaN stays NaN."""
         every = [got / want - 1 for got, want in zip(curve, expected, strict=True)]
         largest = math.nan if any(map(math.isnan, every)) else max(every, key=abs)
         return {"gap": tail_mean(curve) / tail_mean(expected) - 1, "last": every[-1], "largest": largest}
 
     def complaint(self, name: str, result: Mapping[str, Any], expected: Sequence[float]) -> str:
-        """What is wrong with a curve; empty where nothing is."""
+        """Error of a curve; empty if there is none."""
         curve, converted, planned = result["loss"], result["converted"], result["planned"]
         if name in FORMATS and not converted:
             return f"no linear layer was converted: the curve is not {name}'s; see the table in the log"
         if converted != planned:
             return f"{converted} linear layers were converted, {planned} were to be"
-        # the losses alone would not tell: with power-of-two scales, as rowwise has them too, most roundings are MXFP8's
+        # losses alone do not show it: with power-of-two scales, as in rowwise too, most roundings equal MXFP8's
         if name in FORMATS and any(layer != LAYERS[name] for layer in result["layers"]):
             return f"layers are {', '.join(result['layers'])} and not {LAYERS[name]}"
         if result["ended"] or not all(map(math.isfinite, curve)):
@@ -114,23 +114,23 @@ def precision(
 ) -> int:
     """Train the run in high precision and in each format on the same data from the same weights, and compare the loss.
 
-    The reference has the run's ``training.mixed_precision_param`` and no low precision; the formats have the same and
-    low-precision matmuls. Beside the logs all curves are written as JSON, and as a picture.
+    The reference has the run's ``training.mixed_precision_param`` and no low precision; the formats add low-precision
+    matmuls. All curves are written next to the logs as JSON, and as a picture.
 
     Args:
-        facts: of the run, on this machine.
-        folder: of the logs, one folder a format below it.
+        facts: facts about the run on this machine.
+        folder: folder of the logs, with one folder per format.
         formats: names of ``FORMATS`` or ``PLAIN``, joined by commas; empty: all of ``FORMATS``.
-        steps: of training.
-        layout: which ranks train, the same for all formats.
+        steps: steps of training.
+        layout: layout that trains, the same for all formats.
         plot: the PNG; empty: ``precision.png`` in ``folder``.
-        tolerance: greatest relative gap of the loss, of the last step and of the mean over the last tenth.
+        tolerance: largest relative gap of the loss, of the last step and of the mean over the last tenth.
         timeout: seconds that a format may take.
         as_json: print JSON instead of a table.
 
     Returns:
-        0; 1 where a format is further away than the tolerance, converts nothing, or fails; 2 where one of ``formats``
-        is refused.
+        0; 1 if a format differs by more than the tolerance, converts nothing, or fails; 2 if one of ``formats`` is
+            refused.
 
     Raises:
         CriusError: the reference is refused, a format or the layout cannot be read, matplotlib is missing, or the data
@@ -162,7 +162,7 @@ def _chosen(formats: str, reference: str) -> list[str]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{name or 'an empty word'} is no format{did_you_mean(name, known)}",
+                f"{name or 'an empty word'} is not a format{did_you_mean(name, known)}",
                 where="--formats",
                 fix=f"use some of {', '.join(known)}",
             )
@@ -170,10 +170,10 @@ def _chosen(formats: str, reference: str) -> list[str]:
 
 
 def _picture(plot: str, folder: Path) -> Path:
-    """Where the PNG goes, once it is known that it can be drawn."""
+    """Path of the PNG, after a check that it can be drawn."""
     picture = Path(plot) if plot else folder / PICTURE
     if picture.suffix != ".png":
-        raise ConfigError(f"{picture} is no PNG.", where="--plot", fix=f"--plot {picture.with_suffix('.png')}")
+        raise ConfigError(f"{picture} is not a PNG.", where="--plot", fix=f"--plot {picture.with_suffix('.png')}")
     if importlib.util.find_spec("matplotlib") is None:
         raise EnvironmentError(
             "the picture of the curves needs matplotlib, which is not installed.",
@@ -184,13 +184,13 @@ def _picture(plot: str, folder: Path) -> Path:
         picture.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentError(
-            f"{picture.parent} cannot be made: {error.strerror}.", where="--plot", fix="give another folder"
+            f"{picture.parent} cannot be created: {error.strerror}.", where="--plot", fix="give another folder"
         ) from None
     return picture
 
 
 def _case(facts: Facts, config: RunConfig, layout: Layout, name: str) -> Case:
-    """The run in one format; nothing of ``[quantize]`` holds for a high precision."""
+    """The run in one format; a high precision ignores ``[quantize]``."""
     if name in FORMATS:
         off = {"quantize.dense.float8.enable": False, "quantize.dense.mxfp8.enable": False}
         changes = off | FORMATS[name]
@@ -242,7 +242,7 @@ def _conclude(
     curves: Path,
     picture: Path,
 ) -> None:
-    """Write the curves and the picture, and say what the columns mean."""
+    """Write the curves and the picture, and print the meaning of the columns."""
     model = f"{config.model.name}/{config.model.flavor}"
     losses = {name: result["loss"] for name, result in results.items()}
     legend = [
@@ -281,14 +281,14 @@ def _conclude(
 def plot_curves(
     path: Path, reference: str, curves: Mapping[str, Sequence[float]], tolerance: float, title: str
 ) -> None:
-    """Write a PNG: all curves above, and below them how far each is from the reference, step by step.
+    """Write a PNG: all curves above, and below them the distance of each from the reference, step by step.
 
     Args:
-        path: of the PNG.
-        reference: the name of the curve that the others are compared with.
-        curves: loss of each step by name; one that ended early is shorter.
+        path: path of the PNG.
+        reference: name of the reference curve.
+        curves: loss of each step by name; a curve that ended early is shorter.
         tolerance: relative, drawn as a band.
-        title: what was trained.
+        title: title of the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -303,7 +303,7 @@ def plot_curves(
         top.plot(range(1, len(curve) + 1), curve, **style)
         bottom.plot(range(1, len(curve) + 1), gaps_percent(curve, expected), **style)
     bottom.axhspan(-100 * tolerance, 100 * tolerance, color="0.93", zorder=0)
-    top.set_ylabel("loss (nats a token)")
+    top.set_ylabel("loss (nats per token)")
     top.set_title(title, fontsize=10)
     top.legend(frameon=False, fontsize=9)
     bottom.set_ylabel(f"gap to {reference} (%)")
@@ -316,6 +316,6 @@ def plot_curves(
 
 
 def gaps_percent(curve: Sequence[float], expected: Sequence[float]) -> list[float]:
-    """Of each step that both have; NaN where one is not finite."""
+    """Gap of each step that both have, in percent; NaN if one is not finite."""
     pairs = zip(curve, expected, strict=False)
     return [100 * (got / want - 1) if math.isfinite(got) and math.isfinite(want) else math.nan for got, want in pairs]

@@ -1,4 +1,4 @@
-"""``crius verify resume``: a run that is killed and goes on from its checkpoints, beside the run that is let be."""
+"""``crius verify resume``: compares a run that is killed and resumes from its checkpoints with an undisturbed run."""
 
 import dataclasses
 import functools
@@ -24,14 +24,14 @@ from crius.tools.verify.survival import (
 )
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""In which the kills come, in turn."""
+"""Phases of the kills, in turn."""
 INTERVALS = (5, 4, 3, 7, 6, 2)
-"""Between checkpoints, where the run has no interval: the first that makes every kill cost steps, but not all."""
+"""Steps between checkpoints if the run has no interval: every kill then costs some steps, but not all."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to a rank at a step of an attempt, which has a layout where one was asked for."""
+    """SIGKILL to a rank at a step of an attempt, with a layout if one was asked for."""
 
     attempt: int
     step: int
@@ -41,7 +41,7 @@ class Kill:
 
     @property
     def fault(self) -> str:
-        """In the grammar of ``CRIUS_FAULT``."""
+        """The kill in the grammar of ``CRIUS_FAULT``."""
         return f"kill:step={self.step},phase={self.phase},rank={self.rank},attempt={self.attempt}"
 
 
@@ -57,21 +57,22 @@ def resume(
 ) -> int:
     """Run the real job undisturbed, and once more with a rank killed at each step of ``kill_at``, and compare.
 
-    After each kill the launcher starts all ranks again, and they go on from their newest checkpoint. Loss and gradient
-    norm of every step, weights and optimizer state of the last checkpoint must be the same to the last bit, and each
-    sample be trained on once. Over a change of layout losses may differ by what ``verify parity`` allows.
+    After each kill the launcher restarts all ranks, and they continue from their newest checkpoint. Loss and gradient
+    norm of every step, and weights and optimizer state of the last checkpoint, must be the same to the last bit, and
+    each sample must be trained on once. Over a change of layout losses may differ as much as ``verify parity`` allows.
 
     Args:
-        facts: of the run, on this machine.
-        folder: of both runs.
-        steps: of training.
+        facts: facts about the run on this machine.
+        folder: folder of both runs.
+        steps: steps of training.
         kill_at: steps, joined by commas; the kills come in the phases ``PHASES`` and on the ranks in turn.
-        layouts: joined by commas, that attempts get in turn; the undisturbed run has the first. Empty: that of the run.
+        layouts: layouts, joined by commas, for the attempts in turn; the undisturbed run has the first. Empty: the
+            run's.
         timeout: seconds that each of the two runs may take.
         as_json: print JSON instead of a table.
 
     Returns:
-        0; 1 where something differs, a kill did not come, or a run did not come to its end.
+        0; 1 if something differs, a kill did not happen, or a run did not reach its end.
 
     Raises:
         CriusError: the run is refused, ``kill_at`` cannot be read, or the data is bad.
@@ -100,28 +101,28 @@ def resume(
         assignment=lambda number: (turns[number].config, turns[number].num_ranks, faults[number]),
     )
     conclude = functools.partial(_conclude, kills)
-    not_ended = "the killed run did not come to its end"
+    not_ended = "the killed run did not reach its end"
     return compare_runs("resume", first, lambda calm: second, conclude, not_ended, as_json, tolerance_of(starts))
 
 
 def _turns(starts: Sequence[Start], count: int) -> list[Start]:
-    """How each of ``count`` attempts is started.
+    """Start of each of ``count`` attempts.
 
     Raises:
-        ConfigError: some way has no turn.
+        ConfigError: a start has no turn.
     """
     if len(starts) > count:
         raise ConfigError(
             f"{len(starts)} --layouts for {count} starts.",
             where="command line",
-            why="each start takes the next one, and there is one start more than kills",
+            why="each start takes the next layout, and there is one more start than kills",
             fix=f"{len(starts) - 1} steps in --kill_at, or {count} layouts",
         )
     return [starts[number % len(starts)] for number in range(count)]
 
 
 def _interval(steps: list[int]) -> int:
-    """Steps between checkpoints: one lies before the first kill, and, where that can be, none right before a kill."""
+    """Steps between checkpoints: one is before the first kill and, if possible, none is right before a kill."""
     first = min(steps)
     fitting = (n for n in INTERVALS if n < first and all((step - 1) % n for step in steps))
     return next(fitting, max(1, min(INTERVALS[0], first - 1)))
@@ -133,7 +134,7 @@ def _steps(kill_at: str, steps: int) -> list[int]:
     words = kill_at.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= steps for word in words):
         raise ConfigError(
-            f"--kill_at {kill_at!r} are not steps of this run.",
+            f"--kill_at {kill_at!r} is not a list of steps of this run.",
             where="command line",
             why=f"it has steps 1 to {steps}",
             fix=f"--kill_at {','.join(map(str, sorted({max(1, steps // 3), max(1, 2 * steps // 3)})))}",
@@ -143,7 +144,7 @@ def _steps(kill_at: str, steps: int) -> list[int]:
 
 def _conclude(kills: list[Kill], calm: Life, killed: Life, equality: Equality) -> Findings:
     came = [(attempt.attempt, attempt.rank) for attempt in killed.kills()]
-    absent = [f"the kill at step {kill.step} did not come" for kill in kills if (kill.attempt, kill.rank) not in came]
+    absent = [f"the kill at step {kill.step} did not happen" for kill in kills if (kill.attempt, kill.rank) not in came]
     absent += processes_left(killed)
     recoveries = {recovery["attempt"] - 1: recovery for recovery in killed.recoveries}
     rows = [_row(kill, recoveries.get(kill.attempt)) for kill in kills]

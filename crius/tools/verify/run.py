@@ -1,4 +1,4 @@
-"""The rows of a verb, each of a task in workers of its own, so that a crash or a hang is a row and not the end."""
+"""The rows of a verb. Each is a task in workers of its own, so that a crash or a hang is a row and not the end."""
 
 import contextlib
 import dataclasses
@@ -29,10 +29,10 @@ Work = Callable[[Task, Placement], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task ended.
+    """Outcome of a task.
 
     Attributes:
-        result: what rank 0 wrote; None where the task failed.
+        result: result that rank 0 wrote; None if the task failed.
         seconds: wall time.
         note: why it failed, and where to read more.
     """
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def run(work: Work, task: Task, num_ranks: int) -> Outcome:
-    """Run ``work`` on ``num_ranks`` workers; what they and the launcher say stays in the logs.
+    """Run ``work`` on ``num_ranks`` workers; output of the workers and of the launcher stays in the logs.
 
     Raises:
         SystemExit: a signal to this process ended it.
@@ -69,12 +69,12 @@ def run(work: Work, task: Task, num_ranks: int) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRow:
-    """What one layout showed.
+    """Result of one layout.
 
     Attributes:
-        values: by column; none where it was not run to its end.
+        values: values by column; empty if it did not reach its end.
         seconds: wall time.
-        note: what is wrong, or worth a word.
+        note: error or remark.
     """
 
     layout: str
@@ -86,7 +86,7 @@ class LayoutRow:
 
 
 Judge = Callable[[dict[str, Any]], tuple[Mapping[str, Any], str, bool]]
-"""Of the result of a task: its values by column, what is worth a word, and whether it is wrong."""
+"""Judgement of the result of a task: its values by column, a remark, and whether it is wrong."""
 
 
 def row_of(
@@ -99,16 +99,16 @@ def row_of(
     is_reference: bool = False,
     lacks_reference: bool = False,
 ) -> tuple[LayoutRow, dict[str, Any] | None]:
-    """The row of ``case``, and the result of its task; None where it was not run to its end.
+    """The row of ``case``, and the result of its task; None if it did not reach its end.
 
     Args:
-        name: what the first column says.
-        case: what is run.
-        work: what each rank does.
-        task_of: the task, of the config of ``case``.
-        judge: says what the result is worth.
-        is_reference: the others are compared with this one.
-        lacks_reference: what it would be compared with failed: it is not run.
+        name: text of the first column.
+        case: case to run.
+        work: work of each rank.
+        task_of: gives the task for the config of ``case``.
+        judge: judges the result.
+        is_reference: whether the others are compared with this one.
+        lacks_reference: whether its reference failed; then it is not run.
 
     Raises:
         SystemExit: a signal to this process ended it.
@@ -133,9 +133,9 @@ class Table:
 
     Args:
         columns: names of the values of a row.
-        layouts: what the first column has to hold.
-        as_json: print nothing until ``close``.
-        label: what the first column is, also in the JSON, where the rows are not layouts.
+        layouts: texts that the first column must fit.
+        as_json: whether to print nothing until ``close``.
+        label: name of the first column, also in the JSON, if the rows are not layouts.
     """
 
     def __init__(self, columns: Sequence[str], layouts: Sequence[str], as_json: bool, label: str = "layout") -> None:
@@ -154,7 +154,7 @@ class Table:
         self._say(self._line(row.layout, str(row.ranks), values, seconds, status))
 
     def close(self, legend: Sequence[str], **findings: Any) -> None:
-        """Print what the columns mean; or the JSON, with ``findings`` beside the rows."""
+        """Print the meaning of the columns; or the JSON, with ``findings`` next to the rows."""
         if self._as_json:
             sys.stdout.write(self.document(**findings))
         for line in legend:
@@ -169,12 +169,12 @@ class Table:
         return json.dumps(_plain({**findings, "rows": rows}), indent=2) + "\n"
 
     def counts(self) -> dict[str, int]:
-        """Rows by how they ended, without references."""
+        """Number of rows by status, without references."""
         statuses = Counter(row.status for row in self.rows)
         return {status: statuses[status] for status in ("ok", "FAIL", "refused")}
 
     def exit_code(self, is_asked: bool) -> int:
-        """1 where a row fails, 2 where a layout is refused that was asked for, else 0."""
+        """Exit code: 1 if a row fails, 2 if a requested layout is refused, else 0."""
         counts = self.counts()
         return 1 if counts["FAIL"] else 2 if is_asked and counts["refused"] else 0
 
@@ -196,7 +196,7 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinities and no NaN: they become text."""
+    """``value`` for JSON, which has neither infinities nor NaN: they become text."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""How ``crius verify resume`` and ``chaos`` start attempts: as the run says, on numbers of ranks, or on layouts."""
+"""Starts of the attempts of ``crius verify resume`` and ``chaos``: as in the run, on numbers of ranks, or on
+layouts."""
 
 import dataclasses
 import os
@@ -18,7 +19,7 @@ from crius.tools.verify.compare import tolerances
 from crius.train.inputs import open_run_corpus
 
 INTERVAL = 3
-"""Steps between checkpoints, where neither the run nor the verb has an interval."""
+"""Steps between checkpoints, if neither the run nor the verb has an interval."""
 DATA_PARALLEL = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 
 SET_BY_VERB = (
@@ -36,12 +37,12 @@ SET_BY_VERB = (
 
 @dataclass(frozen=True)
 class Start:
-    """How one attempt may be started.
+    """One way to start an attempt.
 
     Attributes:
-        config: of the run on this number of ranks.
-        num_ranks: of it.
-        layout: as it is spelled; empty where none was asked for.
+        config: the run on this number of ranks.
+        num_ranks: its number of ranks.
+        layout: spelling of the layout; empty if none was asked for.
     """
 
     config: RunConfig
@@ -55,11 +56,11 @@ class Start:
 
     @property
     def compiles(self) -> bool:
-        """Whether it writes kernels."""
+        """Whether it compiles kernels."""
         return bool(self.config.compile.enable) and self.config.compile.backend == "inductor"
 
     def with_own_cache(self, cache: Path) -> "Start":
-        """With its kernels in ``cache``, which chaos may remove."""
+        """This start with its kernels in ``cache``, which chaos may remove."""
         if not self.compiles:
             return self
         config = replace_fields(self.config, {"compile.cache_dir": str(cache.absolute())})
@@ -69,24 +70,24 @@ class Start:
 def all_starts(
     facts: Facts, steps: int, *, world_sizes: str = "", layouts: str = "", interval: int = INTERVAL
 ) -> list[Start]:
-    """All ways to start an attempt; the first one is that of the undisturbed run.
+    """All ways to start an attempt; the first is that of the undisturbed run.
 
     Args:
-        facts: of the run, on this machine.
-        steps: of training.
+        facts: facts about the run on this machine.
+        steps: steps of training.
         world_sizes: see ``chaos``.
         layouts: see ``chaos``.
         interval: see ``settled``.
 
     Raises:
-        CriusError: one of them is refused, or the data is bad.
+        CriusError: a start is refused, or the data is bad.
     """
     if world_sizes and layouts:
         raise ConfigError(
-            f"--world_sizes {world_sizes} with --layouts {layouts}.",
+            f"--world_sizes {world_sizes} excludes --layouts {layouts}.",
             where="command line",
-            why="both say on how many ranks an attempt starts",
-            fix="leave one of them out: --layouts ddp2,fsdp4 are 2 and 4 ranks",
+            why="both set the number of ranks of an attempt",
+            fix="leave out one of them: --layouts ddp2,fsdp4 has 2 and 4 ranks",
         )
     if layouts:
         return _of_layouts(facts, steps, layouts, interval)
@@ -96,13 +97,13 @@ def all_starts(
 
 
 def num_threads(facts: Facts, starts: Sequence[Start]) -> int:
-    """Of a rank, in every attempt: the order of a CPU's sums depends on it."""
+    """Threads of a rank, in every attempt: the order of a CPU's sums depends on them."""
     most = max(start.num_ranks for start in starts)
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, facts.num_cores // most))
 
 
 def tolerance_of(starts: Sequence[Start]) -> float:
-    """Of the losses, relative: what ``verify parity`` allows these layouts; 0: all attempts have the same bits."""
+    """Relative tolerance of the losses, as in ``verify parity`` for these layouts; 0: all have the same bits."""
     if len({start.layout for start in starts}) == 1:
         return 0.0
     return max(tolerances(start.config)["loss"].bound for start in starts)
@@ -112,21 +113,22 @@ def _of_world_sizes(facts: Facts, steps: int, world_sizes: str, interval: int) -
     """Each number of ranks, as shards, replicas, or both."""
     if not facts.config.training.reproducible:
         raise ConfigError(
-            f"--world_sizes {world_sizes} without training.reproducible.",
+            f"--world_sizes {world_sizes} needs training.reproducible.",
             where="command line",
             why="on another number of ranks gradients are summed in another order, and the last bits differ",
             fix="add --training.reproducible, or leave out --world_sizes",
         )
     words = world_sizes.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--world_sizes {world_sizes!r} are no numbers.", where="command line", fix="e.g. 1,2,4")
+        what = f"--world_sizes {world_sizes!r} is not a list of numbers."
+        raise ConfigError(what, where="command line", fix="e.g. 1,2,4")
     parallelism = facts.config.parallelism
     beside = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     found = []
     for size in map(int, words):
         if size % beside:
             raise ConfigError(
-                f"--world_sizes {size} is no multiple of the {beside} ranks of tensor and context parallelism.",
+                f"--world_sizes {size} is not a multiple of the {beside} ranks of tensor and context parallelism.",
                 where="command line",
                 fix=f"multiples of {beside}",
             )
@@ -142,13 +144,13 @@ def _of_world_sizes(facts: Facts, steps: int, world_sizes: str, interval: int) -
 
 
 def _of_layouts(facts: Facts, steps: int, layouts: str, interval: int) -> list[Start]:
-    """Each layout, as often as it is named, with one global batch that all of them split."""
+    """A start for each layout, as often as it is named, with one global batch that all of them split."""
     wanted = [parse_layout(text) for text in layouts.split(",")]
     losses = {matrix.reference_of(layout): layout for layout in wanted}
     if len(losses) > 1:
         options = "".join(f"+{option}" for option in max((one.options for one in losses), key=len))
         raise ConfigError(
-            f"{' and '.join(map(str, losses.values()))} of --layouts do not compute the same.",
+            f"{' and '.join(map(str, losses.values()))} of --layouts have different losses.",
             where="command line",
             why="a document mask, low precision and adapters change the loss of a run",
             fix=f"give {options} to all of them, or to none",
@@ -166,11 +168,11 @@ def _of_layouts(facts: Facts, steps: int, layouts: str, interval: int) -> list[S
 
 
 def settled_config(facts: Facts, steps: int, interval: int) -> RunConfig:
-    """The run of a verb, once it is known that it and its data will do.
+    """The run of a verb, after a check of it and its data.
 
     Args:
-        facts: of the run that was asked for.
-        steps: of training.
+        facts: facts about the requested run.
+        steps: steps of training.
         interval: see ``settled``.
 
     Raises:
@@ -188,9 +190,9 @@ def settled(config: RunConfig, steps: int, interval: int) -> RunConfig:
     """``config`` with ``steps`` steps, a record of each, and checkpoints in its own folder.
 
     Args:
-        config: of the run that was asked for.
-        steps: of training.
-        interval: steps between checkpoints where the run has no interval of its own, in steps or in minutes.
+        config: config of the requested run.
+        steps: steps of training.
+        interval: steps between checkpoints if the run has no interval of its own, in steps or in minutes.
     """
     checkpoint = config.checkpoint
     has_own = checkpoint.interval > 0 or checkpoint.interval_minutes > 0
@@ -208,12 +210,12 @@ def settled(config: RunConfig, steps: int, interval: int) -> RunConfig:
 
 
 def refuse_own_kills(steps: int, num_ranks: int) -> None:
-    """Raise ConfigError where the user plants a fault that ends a run of so many steps and ranks."""
+    """Raise ConfigError if the user plants a fault that ends a run of this many steps and ranks."""
     for fault in read_faults(os.environ, steps, num_ranks):
         if isinstance(fault, ProcessFault):
             raise ConfigError(
                 f"{FAULTS} has the fault: {fault}.",
                 where=f"environment variable {FAULTS}",
-                why="this verb kills one run and lets the other be; faults of numbers and dropout are for both",
+                why="this verb kills one run and not the other; only faults of numbers and dropout are for both",
                 fix=f"unset {FAULTS}",
             )

@@ -1,4 +1,4 @@
-"""The real job with restarts, in a folder of its own: started, killed where a verb wants it, followed to its end."""
+"""The real job with restarts, in a folder of its own: started, killed where a verb wants it, watched until its end."""
 
 import contextlib
 import dataclasses
@@ -31,22 +31,22 @@ from crius.train.tools import Tools
 UNDISTURBED, KILLED = "undisturbed", "killed"
 """Folders of the two runs."""
 CONSOLE = "console.log"
-"""In the folder of the logs: what a run would have said on the screen."""
+"""File in the folder of the logs with the console output of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How a run is to go.
+    """Course of a run.
 
     Attributes:
-        config: of the run.
-        num_ranks: of every attempt, but where ``assignment`` says otherwise.
-        folder: of the run; it must not exist.
-        seconds: that all attempts together may take.
-        restarts: as many as kills are meant to come.
-        threads: of a rank; None shares the cores out.
-        assignment: config and number of ranks of an attempt, and faults in the grammar of ``CRIUS_FAULT``, planted
-            beside those of the user; None: the same for all, and none.
+        config: the run.
+        num_ranks: ranks of every attempt, unless ``assignment`` gives another number.
+        folder: folder of the run; it must not exist.
+        seconds: time of all attempts together.
+        restarts: number of restarts: as many as planned kills.
+        threads: threads of a rank; None shares the cores out.
+        assignment: gives config and number of ranks of an attempt, and faults in the grammar of ``CRIUS_FAULT`` that
+            are planted in addition to the user's; None: the same for all, without faults.
         on_poll, on_failure: see ``Supervision``.
     """
 
@@ -63,14 +63,14 @@ class Course:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """What became of a run.
+    """Outcome of a run.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         seconds: wall time over all attempts.
-        failures: the attempts that failed, in their order.
-        trouble: why it did not come to its end, as its last words; empty where it did.
-        processes_left: of its processes and theirs, those that outlived it; None where this system cannot tell.
+        failures: failed attempts, in order.
+        trouble: why it did not reach its end, as its last output; empty if it did.
+        processes_left: processes of the run and their children that outlived it; None if this system cannot tell.
     """
 
     folder: Path
@@ -81,43 +81,45 @@ class Life:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """``summary.json`` of a run that came to its end."""
+        """``summary.json`` of a run that reached its end."""
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
         return found
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
-        """One for each failure after which a step was done that was new, as ``crius.train.reports`` wrote it."""
+        """Records of ``crius.train.reports``, one for each failure that was followed by a new step."""
         path = self.folder / "logs" / RECOVERIES
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
     def kills(self) -> list[Attempt]:
-        """The attempts that were ended by SIGKILL to one of their ranks."""
+        """The attempts that ended by SIGKILL to one of their ranks."""
         return [attempt for attempt in self.failures if "SIGKILL" in attempt.cause]
 
 
 @contextlib.contextmanager
 def own_folder(folder: Path, verb: str) -> Iterator[None]:
-    """Have the folder of both runs for this process alone.
+    """Lock the folder of both runs for this process.
 
     Raises:
-        ConfigError: another process has it; or one of the runs is there already, and would go on and prove nothing.
+        ConfigError: another process has the folder; or one of the runs already exists, and would resume and prove
+            nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with run_lock(folder, verb):
         for name in (UNDISTURBED, KILLED):
             if (folder / name).exists():
                 raise ConfigError(
-                    f"{folder / name} is there already.",
+                    f"{folder / name} already exists.",
                     where="--job.run_dir",
-                    why="both runs have to start anew",
+                    why="both runs must start from step 0",
                     fix=f"give another folder, or rm -r {folder / UNDISTURBED} {folder / KILLED}",
                 )
         yield
 
 
 Findings = tuple[list[str], dict[str, Any], list[str], str]
-"""Of a verb about its two runs: kills that did not come, fields of the JSON, lines before what differs, the verdict."""
+"""Findings of a verb about its two runs: missing kills, fields of the JSON, lines before the differences, the
+verdict."""
 
 
 def compare_runs(
@@ -129,19 +131,19 @@ def compare_runs(
     as_json: bool,
     tolerance: float = 0.0,
 ) -> int:
-    """Let one run be and kill another, and print whether they are the same.
+    """Run one undisturbed run and one with kills, and print whether they are the same.
 
     Args:
-        verb: of ``crius verify``.
-        first: of the undisturbed run.
-        second: of the killed run, from what became of the first.
-        conclude: called with both, and how equal they are.
-        not_ended: what is printed where the killed run does not come to its end; ``{kills}`` is their number.
+        verb: verb of ``crius verify``.
+        first: course of the undisturbed run.
+        second: gives the course of the killed run from the outcome of the first.
+        conclude: called with both outcomes, and their equality.
+        not_ended: text to print if the killed run does not reach its end; ``{kills}`` is the number of kills.
         as_json: print JSON instead of lines.
         tolerance: see ``equality.compare``.
 
     Returns:
-        The exit code: 0; 1 where something differs, a kill did not come, or a run did not come to its end.
+        The exit code: 0; 1 if something differs, a kill did not happen, or a run did not reach its end.
 
     Raises:
         ConfigError: see ``own_folder``.
@@ -179,29 +181,29 @@ def compare_runs(
 
 
 def costs(calm: Life, killed: Life) -> str:
-    """What is said of the undisturbed run's time and of both goodputs."""
+    """Text about the undisturbed run's time and both goodputs."""
     goodputs = f"{killed.summary['goodput']:.1%} and {calm.summary['goodput']:.1%}"
     return f"{calm.seconds:.1f} s without; goodput {goodputs}; runs in {calm.folder.parent}"
 
 
 def processes_left(life: Life) -> list[str]:
-    """A line about processes that outlived the run; none where there are none."""
+    """A line about processes that outlived the run; empty if there are none."""
     return [f"processes were left: {life.processes_left}"] if life.processes_left else []
 
 
 def report_trouble(what: str, life: Life, as_json: bool) -> int:
-    """Say why there is nothing to compare; returns the exit code."""
+    """Print why there is nothing to compare; returns the exit code."""
     text = json.dumps({"identical": False, "problems": [what, life.trouble]}, indent=2)
     sys.stdout.write((text if as_json else f"{life.trouble}\n{what}") + "\n")
     return 1
 
 
 class _TooLate(Exception):
-    """The time of a run is over."""
+    """A run exceeded its time."""
 
 
 def live(course: Course) -> Life:
-    """Run to the end, with restarts, as ``crius train`` would. What it says goes to ``logs/console.log``.
+    """Run to the end, with restarts, as ``crius train`` would. Its output goes to ``logs/console.log``.
 
     Raises:
         SystemExit: a signal to this process ended it.
@@ -266,16 +268,16 @@ def run_rank(config: RunConfig, folder: Path, began: float, faults: str, placeme
     """One rank of the real job.
 
     Args:
-        config: of the run.
-        folder: of the run.
+        config: the run.
+        folder: folder of the run.
         began: ``time.monotonic()`` at the start of its first attempt.
-        faults: planted beside those of the user.
-        placement: this process.
+        faults: faults in addition to the user's.
+        placement: place of this process.
 
     Raises:
-        CriusError: whatever training raises.
+        CriusError: any error of the training.
     """
-    if placement.rank == 0:  # on the console until now, where the verb speaks
+    if placement.rank == 0:  # until now its output went to the console, which is the verb's
         assert placement.log_dir is not None
         speak_to(placement.log_dir / CONSOLE)
     if planted := ";".join(filter(None, (os.environ.get(FAULTS, ""), faults))):
@@ -285,17 +287,17 @@ def run_rank(config: RunConfig, folder: Path, began: float, faults: str, placeme
 
 
 class Family:
-    """The processes of a run and their children, so that one that outlives the run is seen. Needs /proc."""
+    """The processes of a run and their children, to detect processes that outlive the run. Needs /proc."""
 
     _SECONDS = 1.0
-    """Between two looks; children of workers, such as those that compile, live for long."""
+    """Seconds between two checks; children of workers, such as compilers, live long."""
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
         self._looked = -self._SECONDS
 
     def look(self, pids: Iterable[int]) -> None:
-        """Note the processes ``pids`` and all that they started and that live now."""
+        """Record the processes ``pids`` and all their live children."""
         now, waiting = time.monotonic(), list(pids)
         if now - self._looked < self._SECONDS and all(pid in self._seen for pid in waiting):
             return
@@ -306,7 +308,7 @@ class Family:
             waiting += _children(pid)
 
     def left(self, seconds: float = 2.0) -> tuple[int, ...] | None:
-        """Those that are still there after at most ``seconds``; None without /proc."""
+        """Processes that still exist after at most ``seconds``; None without /proc."""
         if not Path("/proc/self/stat").exists():
             return None
         deadline = time.monotonic() + seconds
@@ -319,7 +321,7 @@ class Family:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in ticks since boot; empty where there is none, or only what is left of one."""
+    """Start of a process, in ticks since boot; empty if there is none, or only a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

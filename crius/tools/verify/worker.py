@@ -1,7 +1,7 @@
-"""What the ranks of one layout do: train on uneven batches as ``crius train`` would, and compare where they end.
+"""Work of the ranks of one layout: training on uneven batches as in ``crius train``, and a comparison of the results.
 
-Labels, documents and weights are uneven so that they show a wrong sum. They depend on sample and name, so no layout
-changes them.
+Labels, documents and weights are uneven so that a wrong sum shows. They depend on sample and name, so no layout changes
+them.
 
 B batch, T tokens
 """
@@ -53,25 +53,25 @@ from crius.train.setup import decide, start_logging
 RESULT = "result.json"
 
 KEPT = ((0.0, 1.0), (0.0, 0.06), (0.5, 1.0), (0.9, 1.0), (0.0, 0.7), (0.25, 0.3))
-"""Which part of a row keeps its labels, by turns: from, to."""
+"""Parts of a row that keep their labels, by turns: from, to."""
 
 GAIN = 1.5
 """Size of a projection's output relative to its input. Attention scores then have a standard deviation of about 2."""
 BIASES = (0.03, -0.06, 0.0)
-"""Of a layer's experts, by turns."""
+"""Factors of a layer's experts, by turns."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One layout to be run.
+    """One layout to run.
 
     Attributes:
         config: the run on this layout.
         run_dir: folder of its logs and of its result.
-        seconds: after which it counts as hung.
-        shards: of the reference, to be written by the reference itself and compared with by the others.
-        is_reference: this run is the reference.
-        strict: an optimisation that is on and does nothing fails the run.
+        seconds: time after which it counts as hung.
+        shards: shards of the reference; the reference writes them, and the others compare with them.
+        is_reference: whether this run is the reference.
+        strict: whether an optimisation that is on and has no effect fails the run.
     """
 
     config: RunConfig
@@ -94,14 +94,14 @@ class Recorder:
             self.steps.append(record)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 def train(task: Task, placement: Placement) -> None:
     """Train as one rank of ``task`` from uneven weights; rank 0 writes losses, norms and differences to the result.
 
     Raises:
-        CriusError: whatever training raises.
+        CriusError: any error of the training.
     """
     recorder = Recorder()
     with _session(task, placement) as (job, stack):
@@ -109,7 +109,7 @@ def train(task: Task, placement: Placement) -> None:
         loop = _loop(task, job, stack, recorder)
         if config.lora.is_on:
             uneven_adapters(loop.state.parts, facts, config.debug.seed)
-        if not is_enabled(config.quantize.dense):  # it would carry roundings to 8 bits as far as a fault
+        if not is_enabled(config.quantize.dense):  # it would amplify roundings to 8 bits as much as a fault
             uneven_weights(loop.state.parts, init_rules(facts))
         place = functools.partial(_place, config, job.sizes.total, loop.place)
         state = named_state(loop.state.parts)
@@ -134,13 +134,13 @@ def train(task: Task, placement: Placement) -> None:
 
 
 def curve(task: Task, placement: Placement) -> None:
-    """Train as one rank of ``task`` as ``crius train`` would; rank 0 writes the loss of each step to the result.
+    """Train as one rank of ``task`` as in ``crius train``; rank 0 writes the loss of each step to the result.
 
-    With it the numbers of linear layers that the model, as it is trained, has in low precision and not, and how many of
-    them were to be. A loss or gradient that is not finite ends the curve, with its error in the result.
+    The result also has the numbers of linear layers of the trained model that are and are not in low precision, and the
+    planned number. A loss or gradient that is not finite ends the curve, with its error in the result.
 
     Raises:
-        CriusError: whatever else training raises.
+        CriusError: any other error of the training.
     """
     recorder, ended = Recorder(), ""
     with _session(task, placement) as (job, stack):
@@ -148,7 +148,7 @@ def curve(task: Task, placement: Placement) -> None:
         precision = low_precision(task.config, job.facts, ranks.device.type)
         modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, Linear)]
         low = [module for module in modules if type(module).multiply is not Linear.multiply]
-        # ranks that hold the same part of the model count the same
+        # ranks with the same part of the model count the same
         counts = ranks.sum(torch.tensor([len(low), len(modules) - len(low)], device=ranks.device))
         converted, kept = (counts // (ranks.size // job.mesh.layout.pp)).tolist()
         try:
@@ -172,11 +172,11 @@ def start(task: Task, placement: Placement) -> None:
     """Draw the weights as one rank of ``task``; rank 0 writes the checksum of each parameter to the result.
 
     Raises:
-        CriusError: whatever building a model raises.
+        CriusError: any error of building a model.
     """
     with _session(task, placement) as (job, _):
         config = job.config
-        if config.activation_checkpoint.mode == "auto":  # decided for a batch, and there is none
+        if config.activation_checkpoint.mode == "auto":  # it is decided for a batch, but there is none
             config = dataclasses.replace(config, activation_checkpoint=ActivationCheckpointConfig(mode="none"))
         built = build_model(dataclasses.replace(job, config=config))
         names = job.facts.state_names
@@ -194,8 +194,8 @@ def _loop(task: Task, job: Job, stack: contextlib.ExitStack, recorder: Recorder)
 
 @contextlib.contextmanager
 def _session(task: Task, placement: Placement) -> Iterator[tuple[Job, contextlib.ExitStack]]:
-    """The ranks of a task, met; everything they say goes to their logs, also that of rank 0."""
-    if placement.rank == 0:  # on the console until now, where the table is
+    """The connected ranks of a task; all their output goes to their logs, also rank 0's."""
+    if placement.rank == 0:  # until now its output went to the console, which has the table
         assert placement.log_dir is not None
         speak_to(log_path(placement.log_dir, 0))
     faulthandler.dump_traceback_later(task.seconds, exit=True, file=2)
@@ -214,7 +214,7 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[Job, contextlib
 
 
 def speak_to(path: Path) -> None:
-    """Send what this process prints from now on, also from C code, to the end of ``path``."""
+    """Send all later output of this process, also of C code, to the end of ``path``."""
     log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -238,18 +238,18 @@ def _write(task: Task, ranks: World, result: dict[str, Any]) -> None:
 def uneven_labels(batch: Batch, global_batch_size: int) -> Batch:
     """``batch`` with most labels masked, unevenly over ranks, microbatches, parts of a sequence and steps.
 
-    In odd steps the second quarter of the global batch has no label at all: under accumulation a whole microbatch. In
-    even steps every odd sample has none: with an even number of data-parallel ranks that is half of the ranks.
+    In odd steps the second quarter of the global batch has no labels: with accumulation a whole microbatch. In even
+    steps every odd sample has none: with an even number of data-parallel ranks half of the ranks.
 
     Args:
         batch: any rows of one step.
-        global_batch_size: sequences of a step, over all ranks.
+        global_batch_size: sequences per step, over all ranks.
     """
     labels, length = batch.labels_BT.clone(), batch.labels_BT.shape[1]
     for row, sample in enumerate(batch.sample_ids):
         step, place = divmod(sample, global_batch_size)
         start, stop = (round(share * length) for share in KEPT[sample % len(KEPT)])
-        stop = max(stop, start + 1)  # so that no step is without any label
+        stop = max(stop, start + 1)  # every step has some label
         is_empty = place % 2 == 1 if step % 2 else global_batch_size // 4 <= place < global_batch_size // 2
         if is_empty:
             start = stop = 0
@@ -261,7 +261,7 @@ def uneven_labels(batch: Batch, global_batch_size: int) -> Batch:
 def uneven_documents(batch: Batch) -> Batch:
     """``batch`` with positions that restart once or twice in each row, at places that differ between rows.
 
-    It says where documents end if ``batch`` does.
+    It has the ends of documents if ``batch`` has them.
     """
     length = batch.tokens_BT.shape[1]
     positions = torch.arange(length, device=batch.tokens_BT.device).repeat(len(batch), 1)
@@ -273,12 +273,12 @@ def uneven_documents(batch: Batch) -> Batch:
 
 
 def uneven_adapters(parts: Sequence[nn.Module], facts: ModelDescription, seed: int) -> None:
-    """Draw the second factor of each adapter too, so that adapters add something, and both factors have gradients.
+    """Draw the second factor of each adapter too, so that adapters have an effect, and both factors have gradients.
 
     Args:
-        parts: the stages of this rank; all weights that are no codes are drawn again, as they were.
-        facts: of the whole model.
-        seed: of the run.
+        parts: stages of this rank; all weights except quantized codes are drawn again, with the same values.
+        facts: description of the whole model.
+        seed: seed of the run.
     """
     drawn = [("layers.*.*.*.lora_B", Normal(facts.dim**-0.5))]
     for part in parts:
@@ -287,15 +287,15 @@ def uneven_adapters(parts: Sequence[nn.Module], facts: ModelDescription, seed: i
 
 @torch.no_grad()
 def uneven_weights(parts: Sequence[nn.Module], rules: Sequence[tuple[str, Init]]) -> None:
-    """Enlarge the weights of attention and of experts in place, and give routers a bias, so that all of it matters.
+    """Enlarge the weights of attention and of experts in place, and give routers a bias, so that all of them matter.
 
     A small model starts with attention scores near 0. Every token then sees all earlier tokens alike, and wrong rotary
-    positions change the loss by less than the tolerance. So would a token that its experts never see, or a bias in
-    their weights, as what they add is small.
+    positions change the loss by less than the tolerance. The same holds for a token that its experts never see, or for
+    a bias in their weights, because their output is small.
 
     Args:
-        parts: the stages of this rank, with the weights that ``rules`` drew.
-        rules: name patterns and how those weights start.
+        parts: stages of this rank, with the weights that ``rules`` drew.
+        rules: name patterns and the first values of those weights.
     """
     for part in parts:
         for prefix, module in part.named_modules():
