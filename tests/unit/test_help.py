@@ -69,7 +69,7 @@ def test_sections_are_printed_whole(show):
     flags = {line.split()[0][2:] for line in lines if line.startswith("  --")}
     assert flags == {name for name in DEFAULTS if name.startswith(("comm.", "quantize.dense."))}
     assert lines[0] == "[comm] Timeouts of the process groups:"
-    assert "      A collective that is not finished after this many seconds fails. Also bounds the rendezvous." in lines
+    assert "      Seconds after which an unfinished collective fails. Also the limit of the rendezvous." in lines
 
 
 def test_all_is_everything_with_the_flags_of_the_verb_first(show):
