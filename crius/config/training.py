@@ -77,8 +77,8 @@ class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), or Muon for matrices and AdamW for the rest."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """adamw: all parameters by AdamW. muon: matrices of the layers by Muon (kellerjordan.github.io/posts/muon), all
-    other parameters by AdamW."""
+    """Optimizer, adamw or muon. adamw: all parameters by AdamW. muon: matrices of the layers by Muon
+    (kellerjordan.github.io/posts/muon), all other parameters by AdamW."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """fused: one kernel for many parameters, the fastest. foreach: few launches. for-loop: one parameter at a time."""
