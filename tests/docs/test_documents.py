@@ -1,5 +1,6 @@
 """Every documented command runs, and every flag that is named exists."""
 
+import difflib
 import importlib.util
 import os
 import re
@@ -21,25 +22,40 @@ AT_THE_ROOT = ("README", "AGENTS", "CHANGELOG", "CONTRIBUTING", "SECURITY")
 DOCUMENTS = [*(ROOT / f"{name}.md" for name in AT_THE_ROOT), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```sh\n(?P<text>.*?)```", re.DOTALL)
 
+PRINTED = re.compile(r"<!-- printed -->\n```\w*\n(.*?)```", re.DOTALL)
+
 
 @dataclass(frozen=True)
 class Command:
     """One ``sh`` block of a document.
 
     Its ``mark`` is ``run``, ``run: exit N``, ``run: train``, ``run: real`` (with what make setup-real installs),
-    ``run: checkout`` (in a copy of the repository, whose ``.venv`` is this Python's), or ``not run: reason``.
+    ``run: checkout`` (in a copy of the repository, whose ``.venv`` is this Python's), or ``not run: reason``. Lines in
+    blocks marked ``printed``, up to the next ``sh`` block, are what it must print.
     """
 
     document: Path
     mark: str
     text: str
+    printed: tuple[str, ...] = ()
 
 
-COMMANDS = [
-    Command(document, match["mark"] or "", match["text"])
-    for document in DOCUMENTS
-    for match in BLOCK.finditer(document.read_text())
-]
+def commands_of(document: Path) -> list[Command]:
+    text = document.read_text()
+    matches = list(BLOCK.finditer(text))
+    ends = [*(match.start() for match in matches[1:]), len(text)]
+    return [
+        Command(
+            document,
+            match["mark"] or "",
+            match["text"],
+            tuple("".join(PRINTED.findall(text, match.end(), end)).splitlines()),
+        )
+        for match, end in zip(matches, ends, strict=False)
+    ]
+
+
+COMMANDS = [command for document in DOCUMENTS for command in commands_of(document)]
 FILE = re.compile(r"<!-- file: (?P<name>[^\n]*?) -->\n```\w+\n(?P<text>.*?)```", re.DOTALL)
 NOT_SOURCE = shutil.ignore_patterns(
     *(".*", "__pycache__", "*.egg-info", "_build", "build", "dist", "results", "runs", "smol", "wheels")
@@ -84,6 +100,17 @@ def row(command: Command):
     return pytest.param(command, id=f"{command.document.name}: {command.text.splitlines()[0][:50]}", marks=marks)
 
 
+def masked(line: str) -> str:
+    """``line`` without its figures, paths of caches and spaces; a line about the machine is its first word."""
+    if line.startswith(OF_THE_MACHINE):
+        return line.split()[0]
+    line = re.sub(r"\S*/crius/tokens/\w+", "CACHE", line)
+    return " ".join(re.sub(r"\b[0-9a-f]{16,}\b|\d[\d.,]*(e[+-]\d+)?", "#", line).split())
+
+
+OF_THE_MACHINE = ("crius ", "kernels: ", "precision: ")
+
+
 @pytest.mark.parametrize("command", map(row, RUNNABLE))
 def test_documented_command_runs(command, workplace):
     folder, environ = workplace
@@ -109,6 +136,10 @@ def test_documented_command_runs(command, workplace):
     )
     expected = int(command.mark.split("exit ")[1]) if "exit" in command.mark else 0
     assert done.returncode == expected, done.stdout[-2000:] + done.stderr[-3000:]
+    printed = [masked(line) for line in (done.stdout + done.stderr).splitlines()]
+    for line in map(masked, command.printed):
+        near = difflib.get_close_matches(line, printed, n=1)
+        assert line in printed, f"the page shows\n{line}\nand the command printed\n{near}"
     if command.mark == "run: train":
         losses = [float(loss) for loss in re.findall(r"^step .*?loss ([\d.]+)", done.stdout, re.MULTILINE)]
         assert len(losses) == 5 and losses[-1] < losses[0] - 1.0
