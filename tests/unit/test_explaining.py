@@ -48,7 +48,9 @@ def test_choices_rules_and_what_this_machine_decides_are_told(explain):
     assert (found["value"], found["decided"] in ("float32", "bfloat16")) == ("auto", True)
     assert found["why"] and found["meaning"].startswith("dtype of the gathered weights")
     _, out, _ = explain("parallelism.tensor_parallel_degree")
-    assert "Tensor parallelism gives each rank whole heads and equal parts of the hidden dim and of the sequence." in out
+    assert (
+        "Tensor parallelism gives each rank whole heads and equal parts of the hidden dim and of the sequence." in out
+    )
 
 
 @pytest.mark.parametrize(
