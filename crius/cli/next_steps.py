@@ -19,6 +19,7 @@ from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import CriusError
 from crius.launch.environment import Placement
+from crius.launch.report import read_report
 from crius.launch.stop import STOPPED
 from crius.redact import redact
 from crius.train.inputs import checkpoint_folder
@@ -48,12 +49,18 @@ def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int)
     saved = _saved(run, folder)
     emit(f"saved: {saved or 'nothing'}")
     if code:
-        if saved:
+        if saved and not (has_failed and _is_refused(folder)):
             emit(f"continue from there: {continued(run, folder, placement)}")
     elif run.model.flavor == "debug" and placement is None:
         rows = list(_next_commands(facts, folder))
         width = max(len(what) for what, _ in rows)
         emit("\n".join(["try next:", *(f"  {what:<{width}}   {command}" for what, command in rows)]))
+
+
+def _is_refused(folder: Path) -> bool:
+    """Whether the run ended because none of its checkpoints can be loaded: the same command would end the same way."""
+    report = read_report(folder / "logs", 0)
+    return report is not None and report.exception == "CheckpointError" and report.step is None
 
 
 def _steps(run: RunConfig, folder: Path) -> list[int]:
