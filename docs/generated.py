@@ -14,7 +14,7 @@ from cyclopts.annotations import get_hint_name
 from cyclopts.argument import Argument
 
 from crius.cli import VERBS, add_verbs, app
-from crius.config.load import ALIASES
+from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import COMMAND_LINE_ONLY, flatten
 

@@ -24,6 +24,7 @@ from crius.cli.app import (
 )
 from crius.cli.help import plain
 from crius.config import names, rules
+from crius.config.other_trainers import ALIASES, MOVED
 from crius.config.run import RunConfig
 from crius.config.toml_file import choices_of, flatten, in_words
 from crius.redact import redact_value
@@ -77,8 +78,8 @@ def _find(written: str) -> tuple[str, str]:
     """
     if written in DEFAULTS:
         return written, ""
-    leaf = {written: names.MOVED.get(written.rpartition(".")[2], "")}
-    tables = ((names.ALIASES, "is taken for"), (names.SHORT, "is short for"), (names.MOVED, "is called"))
+    leaf = {written: MOVED.get(written.rpartition(".")[2], "")}
+    tables = ((ALIASES, "is taken for"), (names.SHORT, "is short for"), (MOVED, "is called"))
     for table, note in (*tables, (leaf, "is called")):
         other = table.get(written, "")
         if other.split(" ")[0] in DEFAULTS:
@@ -104,7 +105,7 @@ def _rules_of(name: str) -> list[str]:
 
 def _other_names(name: str) -> list[str]:
     """What other trainers, and short forms, call the setting."""
-    tables = names.ALIASES | names.SHORT | names.MOVED
+    tables = ALIASES | names.SHORT | MOVED
     return sorted(other for other, ours in tables.items() if ours.split(" ")[0] == name)
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from crius.config.names import ALIASES, PLAN_SHORT, SHORT
+from crius.config.names import PLAN_SHORT, SHORT
+from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 

@@ -9,6 +9,7 @@ from typing import Any
 from cyclopts import ArgumentCollection, CoercionError, CycloptsError
 from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
+from crius.config.other_trainers import MOVED, NOTHING
 from crius.errors import ConfigError, CriusError
 
 
@@ -110,29 +111,6 @@ def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str
     return ConfigError(what, where=where, fix=f"crius {verb} --help all lists every flag")
 
 
-# torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
-ALIASES = {
-    "job.dump_folder": "job.run_dir",
-    "metrics.log_freq": "metrics.log_interval",
-    "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward_mode",
-    "profiling.enable_profiling": "profiler.enable",
-    "profiling.enable_memory_snapshot": "profiler.memory_snapshot",
-    "profiling.profile_freq": "profiler.interval",
-    "quantize.dense.float8.exclude": "quantize.dense.exclude",
-    "quantize.dense.float8.pad_inner_dim": "quantize.dense.pad_inner_dim",
-    "quantize.dense.float8.recipe_name": "quantize.dense.float8.recipe",
-    "quantize.dense.mxfp8.exclude": "quantize.dense.exclude",
-    "quantize.dense.float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.dense.float8.precompute_scale",
-    "reproducible": "training.reproducible",
-    "checkpoint.async_mode": "checkpoint.mode",
-    "checkpoint.keep_latest_k": "checkpoint.keep_last",
-    "checkpoint.initial_load_path": "checkpoint.load_path",
-    "training.dataset_path": "data.path",
-    "training.seed": "debug.seed",
-    "training.deterministic": "debug.deterministic",
-    "validation.freq": "validation.interval",
-}
-
 # Short names of flags, for the verbs that take the settings of a run.
 SHORT = {
     "lr": "optimizer.lr",
@@ -148,173 +126,6 @@ PLAN_SHORT = {
     "seq_len": "training.seq_len",
     "global_batch_size": "training.global_batch_size",
     "local_batch_size": "training.local_batch_size",
-}
-
-# Names of torchtitan and Hugging Face for which Crius has a setting of another name: only suggested, never applied, as
-# the values may differ. A name without a section stands for any section.
-MOVED = {
-    "activation_checkpoint.selective_ac_option": "activation_checkpoint.selective_option",
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "comm.init_timeout_seconds": "comm.timeout_seconds",
-    "comm.train_timeout_seconds": "comm.timeout_seconds",
-    "context_parallel_rotate_method": "parallelism.context_parallel_method",
-    "context_parallel_size": "parallelism.context_parallel_degree",
-    "data_parallel_size": "parallelism.data_parallel_shard_degree",
-    "debug.deterministic_warn_only": "debug.deterministic",
-    "float8.emulate": "quantize.dense.float8.emulate",
-    "float8.enable": "quantize.dense.float8.enable",
-    "float8.enable_float8_linear": "quantize.dense.float8.enable",
-    "float8.enable_fsdp_float8_all_gather": "quantize.dense.float8.enable_fsdp_float8_all_gather",
-    "float8.filter_fqns": "quantize.dense.exclude",
-    "float8.precompute_float8_dynamic_scale_for_fsdp": "quantize.dense.float8.precompute_scale",
-    "float8.recipe_name": "quantize.dense.float8.recipe",
-    "flavour": "model.flavor",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "model.attn_mask_type": "model.attention_mask",
-    "model.converters": "quantize.dense.float8.enable",
-    "model.n_kv_heads": "model.num_kv_heads",
-    "model.n_layers": "model.num_layers",
-    "model.tokenizer_path": "tokenizer.path",
-    "mx.enable": "quantize.dense.mxfp8.enable",
-    "mx.filter_fqns": "quantize.dense.exclude",
-    "mx.recipe_name": "quantize.dense.mxfp8.enable",
-    "optimizer.fused": "optimizer.implementation",
-    "parallelism.module_fqns_per_model_part": "parallelism.pipeline_parallel_module_names_per_stage",
-    "parallelism.pipeline_parallel_layers_per_stage": "parallelism.pipeline_parallel_stages_per_rank",
-    "parallelism.pipeline_parallel_microbatch_size": "training.local_batch_size",
-    "parallelism.pipeline_parallel_split_points": "parallelism.pipeline_parallel_module_names_per_stage",
-    "pipeline_parallel_size": "parallelism.pipeline_parallel_degree",
-    "profiling.profiler_active": "profiler.num_steps",
-    "tensor_parallel_size": "parallelism.tensor_parallel_degree",
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.dataset": "data.source",
-    "training.gc_freq": "training.gc_interval",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.lr": "optimizer.lr",
-    "validation.dataset": "validation.path",
-    "validation.dataset_path": "validation.path",
-    "validation.enable": "validation.interval",
-    "validation.enabled": "validation.interval",
-    "validation.steps": "validation.num_samples",
-    # experts: torchtitan's, Megatron's and Hugging Face's
-    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size", "ep"), "parallelism.expert_parallel_degree"),
-    **dict.fromkeys(("load_balance_coeff", "moe_router_bias_update_rate"), "moe.bias_update_rate"),
-    **dict.fromkeys(
-        ("moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_coeff", "aux_loss_coef", "aux_loss_alpha"),
-        "moe.aux_loss_coefficient",
-    ),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_inter_dim", "moe_intermediate_size"), "model.expert_ffn_dim"),
-    **dict.fromkeys(("moe_router_topk", "num_experts_per_tok", "top_k", "moe_top_k"), "model.top_k"),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "model.num_experts"),
-    "moe_router_load_balancing_type": "moe.aux_loss",
-    **dict.fromkeys(("moe_z_loss_coeff", "router_z_loss_coef", "z_loss", "z_loss_coeff"), "moe.z_loss_coefficient"),
-    # Hugging Face's TrainingArguments
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-    "bf16": "training.mixed_precision_param bfloat16",
-    "ddp_timeout": "comm.timeout_seconds",
-    "epochs": "training.epochs",
-    "eval_strategy": "validation.interval",
-    "eval_steps": "validation.interval",
-    "fsdp": "parallelism.data_parallel_shard_degree",
-    "full_determinism": "debug.deterministic",
-    "gradient_checkpointing": "activation_checkpoint.mode full",
-    "learning_rate": "optimizer.lr",
-    "logging_steps": "metrics.log_interval",
-    "logging_strategy": "metrics.log_interval",
-    "lr_scheduler_type": "lr_scheduler.decay_type",
-    "max_grad_norm": "training.max_norm",
-    "max_seq_len": "training.seq_len",
-    "max_seq_length": "training.seq_len",
-    "max_steps": "training.steps",
-    "model_max_length": "training.seq_len",
-    "head_dim": "model.head_dim",
-    "hidden_size": "model.dim",
-    "intermediate_size": "model.ffn_dim",
-    "n_heads": "model.num_heads",
-    "num_attention_heads": "model.num_heads",
-    "num_epochs": "training.epochs",
-    "num_hidden_layers": "model.num_layers",
-    "num_key_value_heads": "model.num_kv_heads",
-    "num_train_epochs": "training.epochs",
-    "optim": "optimizer.name",
-    "output_dir": "job.run_dir",
-    "report_to": "metrics.enable_wandb",
-    "per_device_train_batch_size": "training.local_batch_size",
-    "rms_norm_eps": "model.norm_eps",
-    "rope_theta": "model.rope_theta",
-    "resume_from_checkpoint": "checkpoint.load_path",
-    "run_name": "job.name",
-    "save_steps": "checkpoint.interval",
-    "save_strategy": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep_last",
-    "tie_word_embeddings": "model.tied_embeddings",
-    "torch_compile": "compile.enable",
-    "warmup_steps": "lr_scheduler.warmup_steps",
-}
-
-_ACCUMULATION = (
-    "training.global_batch_size / (training.local_batch_size x data-parallel ranks) microbatches are added up"
-)
-_EXPORT = "a run saves whole checkpoints in Crius's own format; crius export writes a folder of Hugging Face"
-_INITIAL = "checkpoint.init_from names what weights start from: a run, a checkpoint or a folder of Hugging Face"
-_MODULES = "settings are data: --import MODULE on the command line names a module with a model"
-_MODEL = "the model decides it"
-_LOSS = "the output layer is split under tensor parallelism, and so is the loss"
-_VALIDATION = "validation takes the sequences and the microbatches of training"
-
-# Names of torchtitan and Hugging Face without a counterpart in Crius, and the reason; ``section.*`` is a whole section.
-NOTHING = {
-    "activation_checkpoint.early_stop": "torch's default is taken",
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "activation_checkpoint.save_ops names ops",
-    "checkpoint.create_seed_checkpoint": "weights start the same on every layout, without a checkpoint",
-    "checkpoint.enable_first_step_checkpoint": "the interval decides which steps are saved",
-    "checkpoint.exclude_from_loading": "a checkpoint is loaded whole",
-    "checkpoint.initial_load_in_hf": _INITIAL,
-    "checkpoint.initial_load_model_only": _INITIAL,
-    **dict.fromkeys(("checkpoint.export_dtype", "checkpoint.last_save_in_hf"), _EXPORT),
-    **dict.fromkeys(("checkpoint.last_save_model_only", "checkpoint.model_weights_only"), _EXPORT),
-    "comm.trace_buf_size": "the watchdog reports where each rank hangs",
-    "compile.components": "the blocks are compiled; compile.loss adds the loss",
-    "dataloader_num_workers": "one thread reads ahead, by data.prefetch batches",
-    "fault_tolerance.*": "launch.max_restarts restarts all ranks from the newest checkpoint; none continues alone",
-    "fp16": "float16 needs a loss scale, which Crius lacks; bfloat16 needs none",
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "import": "a configuration runs no code: --import MODULE on the command line, or CRIUS_IMPORT, names a module",
-    "job.config_file": "the file is given as --config FILE",
-    **dict.fromkeys(("job.custom_config_module", "experimental.*"), _MODULES),
-    "job.description": "job.name names a run",
-    "job.print_args": "crius config show prints all settings",
-    "memory_estimation.enabled": "crius train --dry_run shows the memory of a rank",
-    "metrics.disable_color_printing": "nothing is printed in colours",
-    "metrics.save_for_all_ranks": "rank 0 writes the metrics, which are sums over all ranks",
-    **dict.fromkeys(("lora.use_dora", "lora.dora", "use_dora"), "DoRA is not built; LoRA and rsLoRA are (lora.rslora)"),
-    **dict.fromkeys(
-        ("lora.dropout", "lora_dropout"), "adapters have no dropout: its numbers would depend on the layout"
-    ),
-    **dict.fromkeys(("dpo.beta", "training.dpo", "dpo.enable"), "DPO is not built"),
-    **dict.fromkeys(("decoder_sparse_step", "norm_topk_prob", "route_norm", "score_func", "norm_type"), _MODEL),
-    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor"), "no token is dropped, and nothing is padded"),
-    "metrics.save_tb_folder": "TensorBoard's files are in the run folder",
-    "model.hf_assets_path": "tokenizer.path names a tokenizer, checkpoint.init_from names weights",
-    "model.print_after_conversion": "the log says which layers are converted",
-    "model.use_flex_attn": "model.attention_mask and kernels.attention choose among the kernels",
-    "optimizer.early_step_in_backward": "gradients are clipped by their global norm, which is known after the backward",
-    **dict.fromkeys(("parallelism.disable_loss_parallel", "training.enable_loss_parallel"), _LOSS),
-    "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",
-    "parallelism.expert_tensor_parallel_degree": "tensor parallelism splits the layers around the experts only",
-    "profiling.save_traces_folder": "traces are in the run folder",
-    "push_to_hub": "nothing is uploaded",
-    "quantize.grouped_mm.*": "experts are computed in training.mixed_precision_param: float8 and MXFP8 are for linears",
-    "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is the fast way",
-    "training.gc_debug": "training.gc_interval sets how often garbage is collected",
-    **dict.fromkeys(("validation.local_batch_size", "validation.seq_len", "per_device_eval_batch_size"), _VALIDATION),
-    "warmup_ratio": "lr_scheduler.warmup_steps is a number of steps",
 }
 
 

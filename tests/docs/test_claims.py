@@ -6,8 +6,8 @@ import re
 import pytest
 from harness import ROOT
 
-from crius.config.load import ALIASES
 from crius.config.names import meant
+from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 

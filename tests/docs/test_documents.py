@@ -14,7 +14,7 @@ import fork_server
 import pytest
 from harness import ROOT
 
-from crius.config.load import ALIASES
+from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 

@@ -16,7 +16,8 @@ from harness import GOLDEN, parse
 
 from crius import cli
 from crius.config.data import DataConfig
-from crius.config.names import ALIASES, MOVED, NOTHING, nearest_typo
+from crius.config.names import nearest_typo
+from crius.config.other_trainers import ALIASES, MOVED, NOTHING
 from crius.config.resolve import BatchSizes, batch_sizes
 from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import command_line_flags, flatten, to_toml

@@ -6,7 +6,8 @@ import pytest
 
 from crius import cli
 from crius.cli.explaining import DEFAULTS
-from crius.config.names import ALIASES, MOVED, SHORT
+from crius.config.names import SHORT
+from crius.config.other_trainers import ALIASES, MOVED
 
 
 @pytest.fixture

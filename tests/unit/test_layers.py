@@ -75,10 +75,10 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 24_720, "tools": 13_200}
-"""Lines of code of the two houses: decision 041 has the aims, with all models and features."""
+MOST_CODE = {"trainer": 24_740, "tools": 13_200}
+"""Lines of code of the two houses: decision 047 has the aims, with all models and features."""
 
-MOST_LOADED = {"crius": 202, "crius.tools.plan": 13}
+MOST_LOADED = {"crius": 203, "crius.tools.plan": 13}
 """Files that a run of one process loads."""
 
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
