@@ -1,8 +1,8 @@
 """Make docs/report.png and docs/report_overlay.png: python docs/plot_report.py FOLDER [FLAG ...].
 
-Trains what they show into FOLDER, unless it is there: a run with experts that was killed, hung, spiked and met a NaN,
-which gets the flags too, and one configuration on three layouts. Needs playwright and a chromium, and takes 5 minutes
-on 2 cores.
+Trains the runs that they show into FOLDER, unless they are there: a run with experts and two validation sets that was
+killed, hung, spiked and met a NaN (it gets the flags too), and one configuration on three layouts. Needs playwright and
+a chromium, and takes 5 minutes on 2 cores.
 """
 
 import os
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from playwright.sync_api import Page, sync_playwright
 
@@ -18,6 +19,8 @@ SHORT = ("--training.seq_len", "128", "--batch", "8", "--metrics.log_interval", 
 EXPERTS = (
     *("--model.name", "qwen3_moe", "--model.flavor", "debug", "--layout", "fsdp2_ep2", "--training.steps", "300"),
     *("--checkpoint.interval", "40", "--stability.nonfinite", "skip", "--watchdog.limit_seconds", "20", *SHORT),
+    *("--data.source", "text", "--data.path", "text/train"),
+    *("--validation.path", "code=text/code", "--validation.path", "english=text/english"),
 )
 FAULTS = "kill:step=97,rank=1;nan:step=141;spike:step=205,factor=4;hang:step=233,attempt=1,rank=1"
 LAYOUTS = ("1", "fsdp2", "tp2")
@@ -39,6 +42,20 @@ def train(folder: Path, name: str, *flags: str, faults: str = "") -> None:
         crius(folder, "train", *flags, "--job.run_dir", name, faults=faults)
 
 
+def write_texts(folder: Path) -> None:
+    """Text that every Python brings along: modules to train on, other modules and the language reference to score."""
+    modules = sorted(path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size > 4000)
+    texts = {
+        "train": {path.stem: path.read_text(encoding="utf-8") for path in modules[10:]},
+        "code": {path.stem: path.read_text(encoding="utf-8") for path in modules[:10]},
+        "english": topics,
+    }
+    for name, files in texts.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for stem, text in files.items():
+            (folder / name / f"{stem}.txt").write_text(text, encoding="utf-8")
+
+
 def shot(page: Page, report: Path, picture: str, last: str) -> None:
     """A picture of a report, down to the end of the element ``last``."""
     page.goto(report.as_uri())
@@ -55,6 +72,7 @@ def main(place: str, *flags: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "cache" / "crius" / "hardware.toml").exists():
         crius(folder, "plan", "--calibrate", must=False)  # a busy machine cannot be measured: then no speed is planned
+    write_texts(folder / "text")
     train(folder, "experts", *EXPERTS, *flags, faults=FAULTS)
     for layout in LAYOUTS:
         train(folder, layout, "--layout", layout, "--training.steps", "150", "--checkpoint.no_enable", *SHORT)
