@@ -8,6 +8,7 @@ import platform
 import shutil
 import socket
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -68,8 +69,11 @@ class _ConsoleHandler(logging.Handler):
             text = self.format(record)
             if getattr(record, MARKED, False) and takes_colour(sys.stdout):
                 text = coloured(text)
-            if (fit := getattr(record, FIT, None)) and sys.stdout.isatty():
-                text = fit(shutil.get_terminal_size().columns)
+            elif sys.stdout.isatty():
+                columns, fit = shutil.get_terminal_size().columns, getattr(record, FIT, None)
+                # broken between words; a long path stays whole
+                fold = textwrap.TextWrapper(columns, subsequent_indent="    ", break_long_words=False)
+                text = fit(columns) if fit else "\n".join(map(fold.fill, text.splitlines()))
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
         except OSError as error:

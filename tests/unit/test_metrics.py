@@ -171,8 +171,9 @@ from pathlib import Path
 import sys
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks import ConsoleSink
-from crius.train.setup import start_logging
+from crius.train.setup import log, start_logging
 start_logging(0, Path(sys.argv[1]), is_own_file=False)
+log.info("data: " + "many words, " * 12 + "and an end")
 sink = ConsoleSink(3, None, show_bar=sys.argv[2] == "bar")
 for step in (1, 2, 3):
     sink.write(StepMetrics(step=step, loss=3.5, grad_norm=0.4, lr=3e-4, tokens=1, tokens_per_second=23684.0,
@@ -217,7 +218,13 @@ def test_a_pipe_gets_plain_lines(tmp_path):
         env={**os.environ, "PYTHONPATH": root, "FORCE_COLOR": "1"},
     )
     assert ESCAPE not in done.stdout and "\r" not in done.stdout
-    assert [line[:8] for line in done.stdout.splitlines()] == ["step 1/3", "step 2/3", "step 3/3", "validati"]
+    assert [line[:8] for line in done.stdout.splitlines()] == [
+        "data: ma",
+        "step 1/3",
+        "step 2/3",
+        "step 3/3",
+        "validati",
+    ]
 
 
 COLOUR = re.compile(ESCAPE + r"\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
@@ -230,7 +237,7 @@ def test_a_terminal_gets_a_bar_and_whole_lines_above_it(tmp_path):
     for step in (1, 2, 3):
         assert f"step {step}/3  loss 3.5000  grad_norm 0.400  lr 3.0e-04  tokens/s/rank 11,842  mfu n/a" in text
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert ESCAPE not in log and log.count("\n") == 4
+    assert ESCAPE not in log and log.count("\n") == 5
 
 
 @pytest.mark.parametrize(
@@ -250,14 +257,19 @@ def test_a_terminal_gets_a_bar_and_whole_lines_above_it(tmp_path):
         ),
     ],
 )
-def test_lines_of_a_narrow_terminal_lose_fields_and_do_not_wrap(columns, step, validation, live, tmp_path):
+def test_a_narrow_terminal_gets_step_lines_with_fewer_fields_and_folds_other_lines(
+    columns, step, validation, live, tmp_path
+):
     text = on_terminal(tmp_path, show_bar=True, columns=columns)
     lines = re.split(r"[\r\n]+", re.sub(ESCAPE + r"\[[0-9;?]*[a-zA-Z]", "", text))
     assert max(map(len, lines)) <= columns
     assert {step, validation, live} <= {line.rstrip() for line in lines}
+    folded = [line for line in lines if "many words" in line]
+    assert len(folded) > 1 and all(line.startswith("    ") for line in folded[1:])
     log = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
-    assert log[0].endswith("mfu n/a  mem 1.00 GiB  data 0.0%  load 1.50  dead 0")  # files have whole lines
-    assert log[3].endswith("bits_per_byte 1.2500  (128 samples, 3.2 s)")
+    assert log[0].startswith("data: ") and log[0].endswith("and an end")
+    assert log[1].endswith("mfu n/a  mem 1.00 GiB  data 0.0%  load 1.50  dead 0")  # files have whole lines
+    assert log[4].endswith("bits_per_byte 1.2500  (128 samples, 3.2 s)")
 
 
 def test_no_color_leaves_a_terminal_without_colours(tmp_path):
@@ -267,7 +279,7 @@ def test_no_color_leaves_a_terminal_without_colours(tmp_path):
 def test_without_the_bar_a_terminal_gets_plain_lines(tmp_path):
     text = on_terminal(tmp_path, show_bar=False)
     assert ESCAPE not in text
-    assert text.count("\n") == 4
+    assert text.count("\n") == 5
 
 
 def test_tensorboard_has_torchtitans_tags_and_reads_back(tmp_path):
