@@ -329,11 +329,11 @@ def lose_a_token_at_its_expert(patch):
     """The first row that comes to a rank, where one comes."""
     original = expert.AllToAllDispatch.forward
 
-    def forward(self, x_ND, ids_NK, experts):
+    def forward(self, x_ND, ids_NK, counts_E, experts):
         def most(rows_MD, ends_E):
             return experts(rows_MD * (torch.arange(len(rows_MD)) > 0)[:, None], ends_E)
 
-        return original(self, x_ND, ids_NK, experts if dist.get_rank() else most)
+        return original(self, x_ND, ids_NK, counts_E, experts if dist.get_rank() else most)
 
     patch.setattr(expert.AllToAllDispatch, "forward", forward)
 

@@ -249,7 +249,7 @@ def test_a_loaded_model_has_the_weights_of_its_step(left, folder):
         crius.load_model(folder / "first", step=5)
     with pytest.raises(ConfigError, match="not a floating-point dtype"):
         crius.load_model(folder / "first", dtype="int8")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         crius.load_model(folder / "nowhere")
 
 
