@@ -1,8 +1,8 @@
 """Seconds of one optimizer step in closed form, by part. Torch-free.
 
-A step is ``num_microbatches`` times a forward and a backward through a pipeline stage, plus the bubble, the traffic once
-per step, and the optimizer. Sources: Narayanan et al. 2021 (arXiv:2104.04473), Korthikanti et al. 2022 (2205.05198), the
-Ultra-Scale Playbook. Numbers that they lack are in ``rates.TimeConstants``.
+A step is ``num_microbatches`` times a forward and a backward through a pipeline stage, plus the bubble, the traffic
+once per step, and the optimizer. Sources: Narayanan et al. 2021 (arXiv:2104.04473), Korthikanti et al. 2022
+(2205.05198), the Ultra-Scale Playbook. Numbers that they lack are in ``rates.TimeConstants``.
 """
 
 import math
