@@ -17,7 +17,7 @@ __all__ = ["Run", "__version__", "errors", "load_model", "load_run", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """What ``crius.api`` has, imported when it is first asked for."""
+    """A name of ``crius.api``, imported at its first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("crius.api"), name)

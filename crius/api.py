@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 class Run(RunHistory):
-    """A run, read from its folder. ``load_run`` makes it; it does not follow a run that trains.
+    """A run, read from its folder by ``load_run``. It is not updated while the run trains.
 
     Attributes:
         path: the run folder.
         settings: dotted names and values of ``run.toml``.
-        validations: columns of each validation set by its name; the set without a name is ``""``.
+        validations: columns of each validation set, by its name; ``""`` is the set without a name.
         starts: one mapping for each start of the run: versions, host, device, layout, hashes of the data.
         incidents: contents of the files in ``incidents/``, by name.
         summary: ``summary.json``; None before the run has ended.
@@ -50,15 +50,15 @@ class Run(RunHistory):
 
     @property
     def metrics(self) -> Columns:
-        """Columns of the reported steps: name of a field of ``StepMetrics`` to its values, None where there is none.
+        """Columns of the reported steps: from the name of a field of ``StepMetrics`` to its values; None: no value.
 
-        ``pandas.DataFrame(run.metrics)`` is a table of them.
+        ``pandas.DataFrame(run.metrics)`` makes a table of the columns.
         """
         return self.steps
 
     @property
     def state(self) -> str:
-        """``running``, ``finished``, ``stopped``, ``preempted`` or ``failed``; looked up anew at each access."""
+        """``running``, ``finished``, ``stopped``, ``preempted`` or ``failed``; read again at each access."""
         return history_state(self).word
 
     def __repr__(self) -> str:
@@ -83,10 +83,10 @@ def load_model(
     """A trained model: an ``nn.Module`` in eval mode that maps token ids ``(B, T)`` to logits ``(B, T, V)``.
 
     Args:
-        path: a run folder, a checkpoint, or a folder of Hugging Face. Adapters of a LoRA run are merged.
-        step: checkpoint of a run to take; None: the newest whole one.
-        device: gets the weights.
-        dtype: of the weights, such as ``torch.bfloat16``; None: bfloat16 on a GPU, else float32.
+        path: run folder, checkpoint, or Hugging Face folder. Adapters of a LoRA run are merged.
+        step: step of the checkpoint of a run; None: the newest complete checkpoint.
+        device: device of the weights.
+        dtype: dtype of the weights, such as ``torch.bfloat16``; None: bfloat16 on a GPU, else float32.
 
     Raises:
         ConfigError: there is no such model, or no checkpoint of that step.
@@ -118,28 +118,28 @@ def _checkpoint(path: str, step: int) -> str:
 
 
 def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = "", sinks: Sequence[Sink] = ()) -> Run:
-    """Train as ``crius train`` does, and return the run. A folder with checkpoints of this run continues from them.
+    """Train as ``crius train`` does, and return the run. The run resumes if its folder has checkpoints.
 
     A run of one rank trains in this process. A run of several ranks is a ``crius train`` in a child process.
-    Ctrl-C, or a notebook's interrupt, saves and ends the run, whose state is then ``stopped``.
+    Ctrl-C, or a notebook's interrupt, saves and ends the run. Its state is then ``stopped``.
 
     Args:
         config: all settings, or dotted names with values, such as ``{"model.num_layers": 2, "job.run_dir": "runs/a"}``;
             a list for a setting that takes several. The short forms of the command line work, such as ``steps``.
         recipe: name of a recipe that ``config`` changes; empty: ``llama3_debug``, as on the command line.
-        sinks: get each record when it is written, in this process; they are closed at the end. An error of a sink ends
-            the run.
+        sinks: sinks in this process that get each record when it is written. They are closed at the end. An error of a
+            sink ends the run.
 
     Raises:
-        ConfigError: settings do not go together; names all of them, as flags of the command line.
-        CriusError: the run failed; its class says how, such as ``NonFiniteError``.
+        ConfigError: settings are wrong or exclude each other; the message names all of them, as command-line flags.
+        CriusError: the run failed; the class is that of the failure, such as ``NonFiniteError``.
     """
     from crius.cli.settings import checked_run_of
     from crius.cli.train import prepared
     from crius.launch.environment import joined_placement
 
     if recipe and isinstance(config, RunConfig):
-        raise ConfigError("a recipe is given beside a whole RunConfig.", fix="leave out recipe, or give a mapping")
+        raise ConfigError("recipe excludes a whole RunConfig.", fix="leave out recipe, or give a mapping")
     if joined_placement(os.environ):
         raise ConfigError("crius.run starts its ranks itself.", where="torchrun, srun", fix="torchrun -m crius train")
     with tempfile.TemporaryDirectory(prefix="crius-run-") as scratch, contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
 
 
 def _words(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) -> list[str]:
-    """The settings as a command line says them."""
+    """The settings as words of a command line."""
     if isinstance(config, Mapping):
         given = {name: value for name, value in config.items() if value is not None}
         return ["--recipe", recipe] * bool(recipe) + [word for item in given.items() for word in _flag(*item)]
@@ -218,7 +218,7 @@ def _train_here(config: RunConfig, folder: Path, sinks: Sequence[Sink]) -> None:
 
 @contextlib.contextmanager
 def _process_as_before() -> Iterator[None]:
-    """Give back what a run sets for its process: signals, log lines, threads, determinism, kernels, the collector."""
+    """Restore what a run changes in its process: signals, log lines, threads, determinism, kernels, the collector."""
     import logging
 
     import torch
@@ -251,7 +251,7 @@ def _process_as_before() -> Iterator[None]:
 
 
 def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> None:
-    """Train in a child, whose lines are printed here: this process may have threads, or a GPU, and cannot be forked."""
+    """Train in a child process and print its lines. This process may have threads or a GPU, so it cannot be forked."""
     from crius.cli.app import imports
     from crius.launch.stop import STOPPED
 
@@ -275,7 +275,7 @@ def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> N
 
 
 def _line_of(process: "subprocess.Popen[str]", output: IO[str]) -> str:
-    """The next line that a child prints; an interrupt of this process meanwhile asks the child to stop."""
+    """The next line that a child prints. An interrupt of this process asks the child to stop."""
     while True:
         try:
             return output.readline()
@@ -294,7 +294,7 @@ def _error_of(output: str, folder: Path, code: int) -> CriusError:
 
 
 class _NewRecords:
-    """The records that a run adds to its ``metrics.jsonl``, each once, also where a restart repeats steps."""
+    """The records that a run adds to its ``metrics.jsonl``, each once, even if a restart repeats steps."""
 
     def __init__(self, folder: Path) -> None:
         self._starts, self._metrics = folder / "starts.jsonl", folder / "metrics.jsonl"
@@ -303,7 +303,7 @@ class _NewRecords:
         self._step, self._seen = -1, set[str]()
 
     def give(self, sinks: Sequence[Sink]) -> None:
-        """Give the sinks what is new."""
+        """Give the new records to the sinks."""
         for told in self._new() if sinks else ():
             kind = StepMetrics if "loss" in told else ValidationMetrics
             names = {field.name for field in dataclasses.fields(kind)}
@@ -335,7 +335,7 @@ class _NewRecords:
 
 
 def _lines_of(path: Path, place: int) -> list[bytes]:
-    """The whole lines of a file from a place on."""
+    """The complete lines of a file from a byte offset."""
     try:
         with path.open("rb") as file:
             file.seek(place)

@@ -14,7 +14,7 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
-import generated  # noqa: E402  it is beside this file
+import generated  # noqa: E402  in the folder of this file
 
 from crius import __version__  # noqa: E402
 
@@ -82,7 +82,7 @@ def _toctree(option: str, *entries: str) -> str:
 
 
 def linked(text: str, folder: Path, pages: set[Path]) -> str:
-    """``text`` with links to files that are no pages as links to the repository's host.
+    """``text`` with links to files that are not pages as links to the repository's host.
 
     Args:
         text: Markdown.

@@ -25,7 +25,7 @@ WORD = re.compile(
     r"|(?<![\w.-])(?P<name>(?:--)?[a-z_]+(?:\.[a-z0-9_]+)+|--[a-z_]+)"
     r"|(?P<mark>[\\*_<>[\]|`])"
 )
-"""What ``text`` changes: code, a page, a setting or a flag, a character that Markdown would take for a mark."""
+"""Pattern of ``text``: code, a page, a setting or a flag, a character that Markdown would take for a mark."""
 
 
 def settings() -> str:
@@ -126,7 +126,7 @@ def _arguments(*words: str) -> list[Argument]:
 
 
 def api() -> str:
-    """What programs import: the functions of ``crius.api``, of a version that has it."""
+    """The Python interface: the functions of ``crius.api``, if this version has it."""
     if importlib.util.find_spec("crius.api") is None:
         return ""
     return "```{eval-rst}\n.. automodule:: crius.api\n   :members:\n```"
@@ -150,5 +150,5 @@ def _word(match: re.Match[str]) -> str:
 
 
 def _anchor(name: str) -> str:
-    """What MyST makes of the heading ``name``."""
+    """The anchor that MyST makes for the heading ``name``."""
     return name.replace(".", "")

@@ -204,7 +204,7 @@ class FsspecDisk:
         return [f"{folder}/{file}" for file in gone]
 
     def remove(self, folder: str) -> None:
-        """Remove the manifest, then all other files except those that were set aside."""
+        """Remove the manifest, then all other files except files that were set aside."""
         files = self.files(folder)
         if MANIFEST in files:
             self._unlink(f"{folder}/{MANIFEST}")

@@ -47,7 +47,7 @@ Layout = Annotated[
     Parameter(help="Degrees and options in one word, as fsdp4_tp2 or pp2_fsdp2+full: docs/verify.md."),
 ]
 ConfigFiles = Annotated[tuple[Path, ...], Parameter(help="TOML file with settings; repeat it, the last one wins.")]
-NumProcesses = Annotated[int, Parameter(help="Processes to start here. 0: what the degrees multiply to.")]
+NumProcesses = Annotated[int, Parameter(help="Processes to start on this machine. 0: the product of the degrees.")]
 Strict = Annotated[bool, Parameter(negative=(), help="End the run when an optimisation that is on has no effect.")]
 DryRun = Annotated[
     bool,
@@ -75,7 +75,7 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
-    """What weights bring along; where the run of ``run_dir`` began with them already, what its run.toml says."""
+    """Settings that come with weights; those of the run's ``run.toml`` if the run began with the same weights."""
     with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):  # whatever a file lacks
         saved = toml_table(Path(run_dir) / "run.toml") if run_dir else {}
         if saved.get("checkpoint", {}).get("init_from") == path:
@@ -120,12 +120,12 @@ app.command(verify_app)
 
 
 def silence_stdout() -> None:
-    """Send what is printed from now on nowhere: the reader of a pipe, such as head, has gone."""
+    """Discard all further output: the reader of a pipe, such as head, has ended."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def imports() -> list[str]:
-    """The flags that name again what this command line imports."""
+    """The --import flags of this command line, for another command."""
     return [word for name in IMPORTED for word in ("--import", name)]
 
 
@@ -137,13 +137,13 @@ def emit(text: str) -> None:
 def facts_of(
     run: RunConfig, nproc: int, placement: Any, is_dry: bool = False, saved: Mapping[str, Any] | None = None
 ) -> Facts:
-    """``run`` as this machine trains it, with what the rules look at.
+    """Facts about ``run`` on this machine, for the rules.
 
     Args:
-        run: as it was asked for.
-        nproc: processes that were asked for; 0: what the degrees multiply to.
-        placement: of this process (``crius.launch.environment.Placement``); None: nothing has started it.
-        is_dry: nothing is started.
+        run: the requested run.
+        nproc: requested number of processes; 0: the product of the degrees.
+        placement: placement of this process (``crius.launch.environment.Placement``); None: no launcher started it.
+        is_dry: whether nothing is started.
         saved: settings of the checkpoint that the run resumes from.
     """
     from crius.launch.environment import sees_own_gpu, visible_gpus
@@ -195,7 +195,7 @@ def facts_of(
 
 
 def _with_flavor(run: RunConfig) -> RunConfig:
-    """``run`` with the first flavor of a model that was asked for without one, where it lacks that of the defaults."""
+    """``run`` with the first flavor of its model, if no flavor is requested and the model lacks the default one."""
     name, spec = "model.flavor", find_spec(run.model.name)
     is_open = SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}")
     is_default = SOURCES.origin("model.name") == "default"
@@ -206,7 +206,7 @@ def _with_flavor(run: RunConfig) -> RunConfig:
 
 
 def _lay_out(machine: Machine, is_dry: bool, run: RunConfig, model: "ModelDescription") -> tuple[dict[str, Any], str]:
-    """The layout that ``parallelism.auto`` means, and why: what the planner recommends."""
+    """The layout that the planner recommends for ``parallelism.auto``, and the reason."""
     from crius.tools.plan.auto import fill, hardware_here
 
     hardware = hardware_here(
@@ -218,7 +218,7 @@ def _lay_out(machine: Machine, is_dry: bool, run: RunConfig, model: "ModelDescri
 
 
 def place_of(facts: Facts) -> tuple[Machine, "Hardware"]:
-    """Where the run of ``facts`` is, and what each rank has there; GPUs that are not here are H100s."""
+    """The hardware of the run of ``facts``, and the memory of each rank. A GPU that this machine lacks is an H100."""
     from crius.tools.plan.auto import gpu_name, hardware_here
 
     ranks, here = facts.num_ranks, facts.local_ranks
@@ -228,7 +228,7 @@ def place_of(facts: Facts) -> tuple[Machine, "Hardware"]:
 
 
 def fitted(facts: Facts, machine: Machine, hardware: "Hardware") -> tuple[RunConfig, str]:
-    """The run of ``facts`` with what it leaves to the memory of its ranks, from ``place_of``, and why."""
+    """The run of ``facts`` with the settings that depend on the memory of its ranks (``place_of``), and the reasons."""
     from crius.tools.plan.fit import fit
 
     if not leaves_open(facts.config, on_gpu=machine.on_gpu):
@@ -238,7 +238,7 @@ def fitted(facts: Facts, machine: Machine, hardware: "Hardware") -> tuple[RunCon
 
 
 def _base_name(run: RunConfig) -> str:
-    """The recipe, where its model is what is trained, else the model with the sizes that differ from its flavor's."""
+    """The recipe, if the run trains its model; else the model, with the sizes that differ from those of its flavor."""
     names = [f"model.{field.name}" for field in dataclasses.fields(ModelConfig)]
     if SOURCES.recipe and all(SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}") for name in names):
         return SOURCES.recipe
@@ -257,7 +257,7 @@ def _base_name(run: RunConfig) -> str:
 
 
 def _run_name(run: RunConfig, placement: Any) -> str:
-    """A name for a run that has none; all ranks of a launcher find the same one."""
+    """A name for a run without a name. All ranks of a launcher get the same name."""
     base = _base_name(run)
     if placement is None:
         name = f"{base}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -278,7 +278,7 @@ def _run_name(run: RunConfig, placement: Any) -> str:
 
 
 def run_dir(run: RunConfig, placement: Any) -> Path:
-    """The folder of a run, made and found writable."""
+    """The run folder. It is made, and a test file is written to it."""
     folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(run, placement)))
     probe = folder / "logs" / f".writable-{os.uname().nodename}-{os.getpid()}"
     try:
@@ -295,21 +295,22 @@ def run_dir(run: RunConfig, placement: Any) -> Path:
 
 
 def refuse_given(names: Iterable[str], why: str, instead: str = "") -> None:
-    """Raise ConfigError where the command line has a setting that the verb sets itself, or does not look at.
+    """Raise ConfigError if the command line has a setting that the verb sets itself or does not use.
 
     Args:
-        names: dotted fields.
-        why: they have no effect.
-        instead: what to give in their place, if anything.
+        names: dotted names of the settings.
+        why: reason why they have no effect.
+        instead: flag to give in their place; empty if there is no such flag.
     """
     given = ", ".join(f"--{name}" for name in names if SOURCES.origin(name) == "command line")
     if given:
         fix = f"leave out {given}" + (f", and give {instead}" if instead else "")
-        raise ConfigError(f"{given} of no effect: {why}.", where="command line", fix=fix)
+        has = "have" if ", " in given else "has"
+        raise ConfigError(f"{given} {has} no effect: {why}.", where="command line", fix=fix)
 
 
 def check_save_ops(run: RunConfig) -> None:
-    """Raise ConfigError where activation checkpointing is to keep what this torch does not have."""
+    """Raise ConfigError if activation checkpointing should keep an op that this torch lacks."""
     if run.activation_checkpoint.mode == "selective":
         from crius.parallel.activation_checkpoint import resolve_save_ops
 
@@ -317,8 +318,8 @@ def check_save_ops(run: RunConfig) -> None:
 
 
 def need_torch() -> None:
-    """Raise EnvironmentError where torch is not installed."""
+    """Raise EnvironmentError if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise EnvironmentError(
-            "torch is not installed.", fix=f"{install_line('torch>=2.11')}; crius doctor says what else"
+            "torch is not installed.", fix=f"{install_line('torch>=2.11')}; crius doctor checks the rest"
         )

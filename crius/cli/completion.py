@@ -10,7 +10,7 @@ _ZSH = """
 compdef _cyclopts_crius crius
 [[ $funcstack[1] != _crius ]] || _cyclopts_crius "$@"
 """
-"""cyclopts' script defines a function; with this it also works when it is sourced, and as the file _crius in $fpath."""
+"""cyclopts' script only defines a function. With these lines it works when sourced, and as file _crius in $fpath."""
 
 
 @app.command

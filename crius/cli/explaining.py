@@ -1,4 +1,4 @@
-"""``crius config explain``: all that there is to know of one setting."""
+"""``crius config explain``: all facts about one setting."""
 
 import inspect
 import json
@@ -46,7 +46,7 @@ def explain(
 ) -> int:
     """Explain one setting: type, choices, default, meaning, and its value with the flags of train that follow.
 
-    KEY is dotted, such as optimizer.lr. A name that torchtitan or Hugging Face has for a setting is found too.
+    KEY is dotted, such as optimizer.lr. The names of torchtitan and Hugging Face work too.
     """
     name, note = _find(key.replace("-", "_"))
     facts = facts_of(run, nproc, None, is_dry=run.parallelism.auto)
@@ -71,7 +71,7 @@ def explain(
 
 
 def _find(written: str) -> tuple[str, str]:
-    """The setting that is meant, and a note where it is written otherwise.
+    """The setting with this name, and a note if its own name differs.
 
     Raises:
         ConfigError: there is no such setting.
@@ -94,7 +94,7 @@ def _argument(name: str) -> Argument:
 
 
 def _rules_of(name: str) -> list[str]:
-    """What rules hold the setting to: the range of its number, and the rules whose code names it."""
+    """Rules for the setting: the range of its number, and the rules whose code names it."""
     found = [f"It must be {right}." for field, _, right, _ in rules.RANGES if field == name]
     word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
     others = [rule for rule in rules.RULES if rule is not rules.ranges]
@@ -104,7 +104,7 @@ def _rules_of(name: str) -> list[str]:
 
 
 def _other_names(name: str) -> list[str]:
-    """What other trainers, and short forms, call the setting."""
+    """Short forms of the setting, and its names in other trainers."""
     tables = ALIASES | names.SHORT | MOVED
     return sorted(other for other, ours in tables.items() if ours.split(" ")[0] == name)
 

@@ -1,4 +1,4 @@
-"""What ``--help`` prints: the common flags, whole sections, or everything. All texts are docstrings."""
+"""Output of ``--help``: the common flags, whole sections, or everything. All texts are docstrings."""
 
 import dataclasses
 import re
@@ -41,10 +41,10 @@ _HELP_FLAGS = ("--help", "-h")
 
 
 class HelpPage:
-    """Prints cyclopts' help as plain text, for its format ``plaintext``: rich's markup takes longer than all else.
+    """Prints cyclopts' help as plain text (format ``plaintext``): rich's markup takes longer than all other work.
 
     A verb that takes the settings of a run shows its own flags and ``COMMON``, each on one line, unless the command
-    line names sections. In all other pages a flag is on a line of its own, never broken, with its text indented below.
+    line names sections. On all other pages a flag has its own unbroken line, with its text indented below.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class HelpPage:
             console.out(f"{text}\n", highlight=False)
 
     def render_description(self, console: Console, options: ConsoleOptions, description: object) -> None:
-        """Print what a command does: the docstring's paragraphs, filled anew."""
+        """Print the paragraphs of a command's docstring, filled to the width."""
         for paragraph in [] if self._shows_sections() else plain(description).split("\n\n"):
             if text := " ".join(paragraph.split()):
                 console.out(textwrap.fill(text, _width(options), break_on_hyphens=False) + "\n", highlight=False)
@@ -106,7 +106,7 @@ class HelpPage:
         return bool(self._sections) and ALL not in self._sections
 
     def _whole(self, title: str, entries: Sequence[HelpEntry], width: int) -> Iterator[str]:
-        """Whole sections, with a title each; under ``ALL`` the verb's own flags stand first."""
+        """Whole sections, each with a title. ``ALL`` begins with the verb's own flags."""
         wanted = SECTIONS if ALL in self._sections else list(dict.fromkeys(self._sections))
         if ALL in self._sections:
             yield _block(title, [entry for entry in entries if "." not in _name(entry)], width)
@@ -123,7 +123,7 @@ HELP_PAGE = HelpPage()
 
 
 def _first_page(title: str, by_name: dict[str, HelpEntry], width: int) -> Iterator[str]:
-    """The verb's own flags and the common ones, a line each, and how to see more."""
+    """The verb's own flags and the common ones, one line per flag, and how to see more."""
     own = [name for name in by_name if "." not in name]
     groups = {title: own} | {group: [name for name in names if name in by_name] for group, names in COMMON.items()}
     labels = {name: _label(by_name[name]) for names in groups.values() for name in names}
@@ -138,7 +138,7 @@ def _first_page(title: str, by_name: dict[str, HelpEntry], width: int) -> Iterat
             yield f"  {labels[name]:<{column}}  {text}{note if len(text) + len(note) <= room else ''}"
     sections = f"Sections: {' '.join(SECTIONS)}."
     more = (
-        "--help SECTION prints all flags of one, --help all those of all. crius config explain KEY says more of a flag."
+        "--help SECTION prints the flags of a section, --help all prints all. crius config explain KEY explains a flag."
     )
     yield textwrap.fill(f"{sections} {more}", width, break_on_hyphens=False)
 
@@ -149,7 +149,7 @@ def _name(entry: HelpEntry) -> str:
 
 
 def _label(entry: HelpEntry) -> str:
-    """The flag, without the one that turns it off."""
+    """The flag, without its negative form."""
     return " ".join(filter(None, (entry.positional_label, f"--{_name(entry)}", entry.metavar)))
 
 
@@ -185,7 +185,7 @@ def _sentence(text: str) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """As much of the first sentence as ``width`` holds: whole clauses, or at least whole words."""
+    """As much of the first sentence as fits in ``width``: whole clauses, or at least whole words."""
     sentence = _sentence(text)
     if len(sentence) <= width:
         return sentence

@@ -16,18 +16,18 @@ from crius.tools.report.page import REPORT, write_report
 
 @app.command
 def report(
-    *runs: Annotated[Path, Parameter(help="Folders of runs. Several are drawn over each other.")],
+    *runs: Annotated[Path, Parameter(help="Run folders. The curves of several runs are drawn over each other.")],
     out: Annotated[
-        Path | None, Parameter(help="The file. Default: report.html in the folder of the one run, or here for several.")
+        Path | None, Parameter(help="The file. Default: report.html in the run folder, or here for several runs.")
     ] = None,
 ) -> int:
-    """Write what runs did as one HTML file, which needs no network: curves, time, incidents, settings.
+    """Write a report of runs as one HTML file that needs no network: curves, time, incidents, settings.
 
-    Several runs are compared with the first one: which settings differ, the results, and how far apart the losses are.
+    Several runs are compared with the first one: settings that differ, results, and differences of the losses.
     """
     if not runs:
         raise ConfigError(
-            "there is no run.", where="command line", fix="name the folder of a run: crius report runs/NAME"
+            "no run folder is given.", where="command line", fix="give a run folder: crius report runs/NAME"
         )
     if out and out.is_dir():
         raise ConfigError(f"{out} is a folder.", where="--out", fix=f"--out {out / REPORT}")
@@ -42,11 +42,11 @@ def report(
 
 
 def write_last_report(run: RunConfig, folder: Path) -> None:
-    """Write the report of a run that has ended, unless it is turned off; what goes wrong here is only a warning.
+    """Write the report of a run that has ended, unless reports are off. An error here is only a warning.
 
     Args:
         run: the run.
-        folder: of it; without a record there is no report.
+        folder: its run folder. Without a record, no report is written.
     """
     if not run.metrics.enable_report or not (folder / "metrics.jsonl").exists():
         return
@@ -54,6 +54,6 @@ def write_last_report(run: RunConfig, folder: Path) -> None:
         history = read_run(folder)
         if history.steps:
             write_report([history], folder / REPORT, SOURCES.origins)
-    except Exception as error:  # the run is what it is, and so is its exit code
+    except Exception as error:  # a failed report does not change the exit code of the run
         why = error.what if isinstance(error, CriusError) else f"{type(error).__name__}: {error}"
         sys.stderr.write(printable(redact(f"warning: no report of this run: {why}\n")))

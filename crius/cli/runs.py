@@ -17,7 +17,7 @@ RUNS = Path("runs")
 
 @app.command
 def runs(
-    folder: Annotated[Path, Parameter(help="Folder with run folders, or with folders of them.")] = RUNS,
+    folder: Annotated[Path, Parameter(help="Folder with run folders, or with folders of run folders.")] = RUNS,
     /,
     *,
     as_json: Json = False,
@@ -38,15 +38,15 @@ def runs(
 
 @app.command
 def compare(
-    *folders: Annotated[Path, Parameter(help="Run folders, at least two; the others are held against the first.")],
+    *folders: Annotated[Path, Parameter(help="Run folders, at least two. The others are compared with the first.")],
     tolerance: Annotated[
         float, Parameter(help="Relative difference of two losses up to which they count as equal.")
     ] = TOLERANCE,
     as_json: Json = False,
 ) -> int:
-    """Compare runs: settings that differ, the step at which their losses part, results.
+    """Compare runs: settings that differ, the first step with different losses, results.
 
-    Exit code 1 where a loss differs by more than the tolerance at a step that both runs report.
+    Exit code 1 if a loss differs by more than the tolerance at a step that both runs report.
     """
     found = compare_runs([read_run(folder) for folder in folders], tolerance)
     emit(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(found.lines()))

@@ -1,4 +1,4 @@
-"""``crius sweep``: a run for each combination of values, one after the other, each a ``crius train`` of its own."""
+"""``crius sweep``: one run per combination of values, in turn. Each run is a separate ``crius train``."""
 
 import contextlib
 import io
@@ -24,14 +24,14 @@ from crius.tools.report.sweep import Trial, best_first, note_trials, plan_trials
 @app.command
 def sweep(
     *flags: Annotated[
-        str, Parameter(help="Flags of crius train; a comma separates the values of one.", allow_leading_hyphen=True)
+        str, Parameter(help="Flags of crius train. A comma separates the values of a flag.", allow_leading_hyphen=True)
     ],
     as_json: Json = False,
 ) -> int:
     """Train each combination of values in turn, as --optimizer.lr 1e-3,3e-3 --layout fsdp2,tp2, and compare them.
 
     Takes the flags of train. --job.run_dir is the folder of the sweep; each run has a folder in it. The same command
-    again skips the runs that are finished and continues the others. Exit code 1 where a run failed.
+    again skips the finished runs and continues the others. Exit code 1 if a run failed.
     """
     folder, trials = plan_trials(flags)
     _check(trials)
@@ -52,10 +52,10 @@ def sweep(
 
 
 def _check(trials: Sequence[Trial]) -> None:
-    """Hold each run against the rules before the first one starts.
+    """Check each run by the rules before the first run starts.
 
     Raises:
-        ConfigError: names what is wrong with which run.
+        ConfigError: the rules refuse a run; the message names the run and the problem.
     """
     found: dict[str, tuple[CriusError, list[str]]] = {}
     for trial in trials:
@@ -82,6 +82,6 @@ def _check_one(words: Sequence[str]) -> None:
     given = bound.arguments
     if command is not train_verb.train or given.get("dry_run") or given.get("as_json"):
         raise ConfigError("a sweep trains.", where="command line", fix="leave out --dry_run, --help and the like")
-    with contextlib.redirect_stderr(io.StringIO()):  # the run itself says what is decided
+    with contextlib.redirect_stderr(io.StringIO()):  # the run itself prints its decisions
         facts = facts_of(given.get("run", RunConfig()), given.get("nproc", 0), None)
     rules.check(facts)

@@ -93,7 +93,7 @@ def train(
 
 
 def prepared(run: RunConfig, nproc: int, placement: Placement | None) -> tuple[Facts, Path]:
-    """What is known of a run whose rules have been checked, and its folder, which is made.
+    """Facts about a run that passed the rules, and its folder, which is created.
 
     Raises:
         CriusError: the run is not possible, or its folder cannot be written.

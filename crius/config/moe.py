@@ -26,7 +26,7 @@ class MoEConfig:
     mean, down for the others (arXiv:2408.15664). Only for models with such a bias. 0: the bias stays as it is."""
 
     def advice(self, has_bias: bool) -> str:
-        """What a user can do about experts that get no tokens.
+        """Advice for experts that get no tokens.
 
         Args:
             has_bias: the model's router has a bias that experts are chosen with.

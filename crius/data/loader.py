@@ -100,7 +100,7 @@ class Batch:
 
 
 class LoaderState(TypedDict):
-    """State after the last batch that was handed out, not after those that were prefetched; plain JSON types.
+    """State after the last batch that was handed out, not after prefetched batches; plain JSON types.
 
     ``cursors`` has the shards of one rank, as ``str(shard): [epoch, document, token_offset]``. Its keys differ between
     ranks, and everything else is equal. So the states of all ranks can be merged into one state, from which any number

@@ -95,7 +95,7 @@ class SampleSource:
 
     A sample is the inputs ``t0 .. tn`` from its start. The label of each input is the next token if that is a target,
     else ``NO_LABEL``. Positions restart at each sample, and once at the padding after the last sample, so that
-    attention treats the padding as one document. Samples without a label, such as those that were cut before their
+    attention treats the padding as one document. Samples without a label, such as samples that were cut before their
     first answer, are left out.
 
     Args:

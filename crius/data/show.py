@@ -88,7 +88,7 @@ def documents_of(rows: Rows, row: int, tokenizer: Tokenizer, conversations: Sequ
 
 
 def _parts(inputs: list[int], labels: list[int], tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of the first input and of each label; where there is no label, of the next input."""
+    """The text of the first input and of each label; without a label, of the next input."""
     shown = [(inputs[0], False)]
     for following, label in zip([*inputs[1:], None], labels, strict=True):
         if label != NO_LABEL:

@@ -210,7 +210,7 @@ def _saved_model(manifest: Manifest, where: str) -> dict[str, Any]:
 
 
 def settled(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ``[model]`` with every size, including those that follow from the flavor or from other sizes."""
+    """Settings of ``[model]`` with every size, including sizes that follow from the flavor or other sizes."""
     config = described(model).config
     names = (name for name in (*TAKEN, *OF_EXPERTS) if name != "rope_scaling" and hasattr(config, name))
     sizes = {name: getattr(config, name) for name in names}

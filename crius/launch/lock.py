@@ -72,7 +72,7 @@ class RunLock:
         except FileNotFoundError:
             pass
         except OSError:
-            return  # a file server that does not answer is no evidence
+            return  # a file server that does not answer is not evidence
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             file = self._taken_file()

@@ -1,4 +1,4 @@
-"""Balance of the tokens of a step over the experts, from the counts of all ranks, without a wait for the device."""
+"""Balance of the tokens of a step over the experts, from the counts of all ranks. It does not wait for the device."""
 
 import logging
 import math
@@ -14,18 +14,18 @@ from crius.models.moe import LOSS_UNIT
 log = logging.getLogger("crius.metrics")
 
 IDLE_STEPS = 10
-"""Steps in a row without a token after which an expert is called dead in a warning."""
+"""Number of consecutive steps without a token after which a warning calls an expert dead."""
 
 
 class ExpertLoads:
     """Measures of the loads of each step, over all layers with experts.
 
     Args:
-        model: has experts.
-        take_totals: what all ranks counted in the last step, int64, flat in the order of the model's counters, once;
-            None where there was no update since.
-        device: of the counts.
-        advice: ends the warning that experts die; empty: give no warning. One rank warns.
+        model: model with experts.
+        take_totals: function that returns the counts of all ranks in the last step, once: int64, flat, in the order
+            of the model's counters. It returns None if there was no update since.
+        device: device of the counts.
+        advice: end of the warning about dead experts; empty: no warning. Only one rank warns.
 
     Attributes:
         counts: tokens of the last step by layer and expert, over all ranks, int64 ``(layers, E)``.
@@ -51,7 +51,7 @@ class ExpertLoads:
         self._set = 0.0
 
     def numbers(self, tokens: int) -> dict[str, Tensor]:
-        """Figures of a step of ``tokens``, over all ranks, float64 scalars on the device; none if it made no update."""
+        """Figures of a step of ``tokens`` over all ranks, float64 scalars on the device. Empty if it made no update."""
         totals = self._take_totals()
         if totals is None:
             return {}
@@ -71,16 +71,16 @@ class ExpertLoads:
         }
 
     def taken(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """The part of ``numbers``, which have arrived on the host, that a record has; warns if experts die.
+        """The figures of a record, from ``numbers`` on the host. Warns about dead experts.
 
         Raises:
-            EffectError: experts saw another number of tokens than there were.
+            EffectError: the experts counted more or fewer tokens than the step has.
         """
         record = dict(numbers)
         if lost := record.pop("lost", 0.0):
             raise EffectError(
                 f"the experts' counts differ from the tokens of a step times top_k by {lost:,.0f} in all.",
-                why="a token was lost, or counted twice, on its way to its experts",
+                why="a token was lost or counted twice on its way to its experts",
                 fix="report it with run.toml; the run can resume from its checkpoint on another layout",
             )
         idle = record.pop("idle", 0.0)
@@ -90,7 +90,7 @@ class ExpertLoads:
         return record
 
     def _warn(self, idle: float) -> None:
-        """Name the dead experts that no warning has named; ``idle`` tells of which step the numbers are."""
+        """Name the dead experts that no warning has named yet. ``idle`` identifies the step of the numbers."""
         both = (self._was_idle >= IDLE_STEPS, self._idle >= IDLE_STEPS)
         is_dead = next((table for table in both if (table * self._number_of).sum().item() == idle), both[1])
         dead = [(layer, expert) for layer, expert in is_dead.nonzero().tolist()]

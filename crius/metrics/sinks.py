@@ -1,4 +1,4 @@
-"""Where the records of a run go: one class per sink, one row each in ``build_sinks``."""
+"""Sinks of the records of a run: one class per sink, listed in ``build_sinks``."""
 
 import contextlib
 import dataclasses
@@ -27,20 +27,20 @@ log = logging.getLogger("crius.metrics")
 
 
 FIT = "fit"
-"""Attribute of a log record: makes its line of the columns that a terminal has. Files and pipes get the whole line."""
+"""Attribute of a log record: a function that fits its line into a terminal. Files and pipes get the whole line."""
 
 _BAR_COLUMNS = 110
-"""Columns of a terminal from which on the live line has a bar too."""
+"""Least columns of a terminal at which the live line has a bar."""
 
 _LESS_IMPORTANT = (
     *("data", "load", "dead", "mfu", "mem", "alloc_retries", "lr", "grad_norm", "tokens/s", "skipped", "rolled_back"),
     *("(", "bits_per_byte", "perplexity"),
 )
-"""What the fields of a line begin with that go first where a terminal is too narrow, in this order."""
+"""First words of the fields that are left out, in this order, if a terminal is too narrow."""
 
 
 def fitted(fields: Iterable[str], width: int) -> str:
-    """The fields as one line of at most ``width`` columns, without the less important ones where that is too few."""
+    """The fields as one line of at most ``width`` columns. If they do not fit, less important fields are left out."""
     kept = list(fields)
     for name in _LESS_IMPORTANT:
         if len("  ".join(kept)) <= width:
@@ -50,7 +50,7 @@ def fitted(fields: Iterable[str], width: int) -> str:
 
 
 class _LiveLine(ProgressColumn):
-    """Step, loss, tokens/s and the time that is left, as wide as the terminal is now."""
+    """Step, loss, tokens/s and remaining time, in the current width of the terminal."""
 
     def render(self, task: Task) -> Text:
         """See ``rich.progress.ProgressColumn``."""
@@ -60,12 +60,12 @@ class _LiveLine(ProgressColumn):
 
 
 class ConsoleSink:
-    """Logs each record as one aligned line; on a terminal a live line with loss and remaining time stands below.
+    """Logs each record as one aligned line. On a terminal, a live line with loss and remaining time is below.
 
     Args:
         steps: steps of the run.
-        total_memory_gib: memory of the device, None where it is not known.
-        show_bar: show the live line where standard output is a terminal.
+        total_memory_gib: memory of the device in GiB; None: unknown.
+        show_bar: whether to show the live line if standard output is a terminal.
     """
 
     def __init__(self, steps: int, total_memory_gib: float | None, show_bar: bool) -> None:
@@ -74,17 +74,17 @@ class ConsoleSink:
         self._bar: Progress | None = None
         if show_bar and sys.stdout.isatty():
             has_bar = shutil.get_terminal_size().columns >= _BAR_COLUMNS
-            self._bar = Progress(  # obeys NO_COLOR and moves what is printed meanwhile above itself
+            self._bar = Progress(  # obeys NO_COLOR; other output is printed above it
                 _LiveLine(),
                 *((BarColumn(), TimeElapsedColumn()) if has_bar else ()),
                 transient=True,
-                console=Console(soft_wrap=True),  # a line above it that is longer stays one line
+                console=Console(soft_wrap=True),  # a longer line above it stays one line
             )
             self._task = self._bar.add_task("train", total=steps, shown=(), beside=50 if has_bar else 1)
             self._bar.start()
 
     def write(self, record: Record) -> None:
-        """Log one line; a step also changes the live line."""
+        """Log one line. A step also updates the live line."""
         fields = self._step_fields(record) if isinstance(record, StepMetrics) else _validation_fields(record)
         log.info("%s", "  ".join(fields), extra={FIT: functools.partial(fitted, fields)})
         if self._bar and isinstance(record, StepMetrics):
@@ -117,7 +117,7 @@ class ConsoleSink:
         ]
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._bar:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 self._bar.stop()
@@ -211,7 +211,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 class ForeignSink:
-    """A sink of an installed package. It must not end a run: if it fails, a warning is logged and it gets no more
+    """A sink of an installed package. It cannot end a run: if it fails, a warning is logged and it gets no more
     records.
 
     The entry point of the group ``crius.sinks`` is called with the folder of the run and the step that it resumes from,
@@ -264,15 +264,15 @@ def build_sinks(
     resumed_step: int = 0,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Sink]:
-    """The sinks of rank 0: metrics.jsonl and the console always, trackers and those of packages where asked for.
+    """The sinks of rank 0: always metrics.jsonl and the console; trackers and sinks of packages on request.
 
     Args:
-        config: the section.
+        config: section ``metrics``.
         run_dir: folder of the run.
-        steps: of the run.
-        total_memory_gib: memory of the device, None where it is not known.
-        resumed_step: steps that the run has done before; their records go on, later ones come again. 0: a new run.
-        settings: of the run, by dotted name, for trackers that keep them.
+        steps: number of steps of the run.
+        total_memory_gib: memory of the device in GiB; None: unknown.
+        resumed_step: step from which the run resumes. Its records are kept; later steps are repeated. 0: a new run.
+        settings: settings of the run, by dotted name, for trackers that keep them.
     """
     sinks: list[Sink] = [
         JsonlSink(run_dir, resumed_step),

@@ -17,27 +17,27 @@ from crius.metrics.record import Record, scalars_of
 log = logging.getLogger("crius.metrics")
 
 ID = "wandb_id.txt"
-"""File of the run folder with the identity of the run at W&B."""
+"""File in the run folder with the id of the run at W&B."""
 
 PATIENCE = 30.0
-"""Seconds that W&B gets to log in, and at the end of the run to take what is left."""
+"""Seconds that W&B gets to log in, and at the end of the run to send the remaining records."""
 
 _MOST_WAITING = 10_000
 
 
 class WandbSink:
-    """Sends the records of a run to W&B, from a thread of its own: whatever W&B does, the run neither waits nor ends.
+    """Sends the records of a run to W&B from a separate thread. W&B can neither delay nor end the run.
 
     The variables ``WANDB_PROJECT`` (else: crius), ``WANDB_ENTITY``, ``WANDB_MODE`` and so on are W&B's own. Nothing
-    asks for a key: ``wandb login`` does. Records have the step as their x axis, so that steps which a restart repeats
-    are drawn where they belong.
+    asks for a key: ``wandb login`` does. The x axis of records is the step, so that repeated
+    steps of a restart are drawn at the right place.
 
     Args:
-        run_dir: folder of the run, where W&B's files go too. Starts and resumes in it are one run at W&B; a new run in
-            the folder of one that has ended is another.
-        settings: of the run, by dotted name, without secrets.
-        total_memory_gib: memory of the device, None where it is not known.
-        resumed_step: steps that the run has done before. 0: a new run.
+        run_dir: folder of the run and of W&B's files. All starts and resumes of a run are one run at W&B. A new run in
+            the folder of a finished run is another run at W&B.
+        settings: settings of the run, by dotted name, without secrets.
+        total_memory_gib: memory of the device in GiB; None: unknown.
+        resumed_step: step from which the run resumes. 0: a new run.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class WandbSink:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Hand over one record; W&B that lags behind by thousands misses it."""
+        """Hand over one record. It is dropped if W&B lags behind by thousands of records."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._records.put_nowait(record)
 
     def close(self) -> None:
-        """Wait for W&B to take what is left, but not for long."""
+        """Wait a limited time until W&B has taken the remaining records."""
         with contextlib.suppress(queue.Full):
             self._records.put(None, timeout=1)
             self._thread.join(PATIENCE)
@@ -81,12 +81,12 @@ class WandbSink:
             while (record := self._records.get()) is not None:
                 run.log({"step": record.step, **scalars_of(record, self._total)})
             run.finish()
-        except BaseException as error:  # of code that is not ours, in a thread that nobody waits for
+        except BaseException as error:  # errors of W&B, in a thread that nobody waits for
             log.warning("W&B failed and gets no more records: %s: %s", type(error).__name__, error)
 
 
 def _identity(run_dir: Path, resumed_step: int) -> str:
-    """The id of the run, kept in its folder; a new one where the run before it has ended."""
+    """The id of the run, kept in its folder. A new id if the previous run in the folder has ended."""
     file = run_dir / ID
     has_ended = not resumed_step and (run_dir / "summary.json").exists()
     if not has_ended and file.exists() and (kept := file.read_text(encoding="utf-8").strip()):

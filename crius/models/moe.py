@@ -23,10 +23,10 @@ from crius.models.decoder import Block
 from crius.models.layers import FeedForward
 
 LOSS_UNIT = 2.0**-32
-"""What 1 stands for in the last number of a load: a balance loss in fixed point, whose sum has no order."""
+"""Unit of the balance loss in the last number of a load. The loss is fixed-point, so its sum has no order."""
 
 _MOST_LOSS = 2.0**20
-"""Largest balance loss of one layer and microbatch that is counted; NaN counts as 0: the loss itself is NaN then."""
+"""Largest balance loss of one layer and microbatch that is counted. NaN counts as 0; the loss itself is NaN then."""
 
 
 class SequenceCounts(nn.Module):
@@ -59,13 +59,13 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts, and how much each counts. In float32, where the model computes in less.
+    """Chooses the experts of each token and their weights. It computes in float32 if the model uses a lower precision.
 
     Attributes:
-        aux_scale: of the sequence-wise balance loss (DeepSeek-V3, equations 17 to 20) of one sequence: its coefficient
-            over the sequences of the global batch; 0: there is none.
-        z_scale: of the squared log-partition of one token (ST-MoE, arXiv:2202.08906): its coefficient over the tokens
-            of the global batch; 0: there is none.
+        aux_scale: factor of the balance loss of one sequence (DeepSeek-V3, equations 17 to 20): its coefficient over
+            the sequences of the global batch; 0: no such loss.
+        z_scale: factor of the squared log-partition of one token (ST-MoE, arXiv:2202.08906): its coefficient over the
+            tokens of the global batch; 0: no such loss.
     """
 
     bias: Tensor
@@ -111,7 +111,7 @@ class Router(nn.Module):
         return ids_NK, weights_NK, torch.cat((counts_BE.sum(0), lost))
 
     def _choice(self, scores_NE: Tensor) -> Tensor:
-        """The scores that experts are chosen by."""
+        """The scores for the choice of experts."""
         choice_NE = scores_NE + self.bias if hasattr(self, "bias") else scores_NE
         if self.num_groups == 1:
             return choice_NE
@@ -158,29 +158,29 @@ class Experts(nn.Module):
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Where each entry of a permutation is."""
+    """The inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 def by_expert(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The order of choices of experts by expert, equal ones as they come, and the place of each choice in it."""
+    """The stable order of the choices by expert, and the place of each choice in this order."""
     order = ids.flatten().argsort(stable=True)
     return order, inverse(order)
 
 
 class Dispatch(nn.Module):
-    """Brings tokens to their experts and back. A module of its own, so that another can take its place."""
+    """Brings tokens to their experts and back. It is a separate module, so that another module can replace it."""
 
     def forward(
         self, x_ND: Tensor, ids_NK: Tensor, counts_E: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """What each chosen expert makes of each token, ``(N, K, D)``.
+        """Output of each chosen expert for each token, ``(N, K, D)``.
 
         Args:
             x_ND: tokens.
-            ids_NK: their experts.
-            counts_E: how many of them chose each expert, int64.
-            experts: takes rows by expert. The rows of expert e end before row ``ends[e]``.
+            ids_NK: experts of the tokens.
+            counts_E: number of tokens that chose each expert, int64.
+            experts: experts, which take rows ordered by expert. The rows of expert e end before row ``ends[e]``.
         """
         order, place = by_expert(ids_NK)
         rows = experts(permute(x_ND, order, place, ids_NK.shape[1]), counts_E.cumsum(0).to(torch.int32))
@@ -188,11 +188,11 @@ class Dispatch(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward of which each token visits some experts, and all tokens the shared ones.
+    """A feed-forward with experts. Each token visits some of the routed experts and all shared experts.
 
     Attributes:
         bias_rate: change of the router's bias per update; experts with too few tokens get a larger bias.
-        load: counts of the forward passes of a step, as from ``Router.route``.
+        load: sum of the counts of ``Router.route`` over the forward passes of a step.
     """
 
     load: Tensor
@@ -207,15 +207,15 @@ class MixtureOfExperts(nn.Module):
         self.bias_rate = 0.0
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """``(B, T, D)``, and what the router counted, ``(E + 1,)``."""
+        """Output, ``(B, T, D)``, and the counts of the router, ``(E + 1,)``."""
         ids_NK, weights_NK, load = self.router(x_BTD)
         found_NKD = self.dispatch(x_BTD.flatten(0, 1), ids_NK, load[:-1], self.experts)
-        y_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)  # in float32, in the order of the choice
+        y_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)  # in float32, in the order of choice
         y_BTD = y_ND.view(x_BTD.shape)
         return (y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)), load
 
     def after_update(self) -> None:
-        """Move the router's bias by the loads of the step, whole numbers over all ranks (arXiv:2408.15664)."""
+        """Move the router's bias by the loads of the step: integers, summed over all ranks (arXiv:2408.15664)."""
         if hasattr(self.router, "bias") and self.bias_rate:
             counts = self.load[:-1]
             self.router.bias += self.bias_rate * (counts.sum() - counts * counts.numel()).sign()
@@ -228,7 +228,7 @@ class RoutedBlock(Block):
     """
 
     def build_feed_forward(self, config: RoutedConfig, index: int) -> nn.Module:  # type: ignore[override]
-        """A dense feed-forward in the first ``num_dense_layers``, else experts."""
+        """A dense feed-forward in the first ``num_dense_layers`` layers, else experts."""
         if index < config.num_dense_layers:
             return FeedForward(config.dim, config.ffn_dim)
         return MixtureOfExperts(config)
@@ -236,7 +236,7 @@ class RoutedBlock(Block):
     def forward(  # type: ignore[override]
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``(B, T, D)``, and with experts also their counts."""
+        """Output, ``(B, T, D)``; a layer with experts also returns its counts."""
         h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         fed = self.feed_forward(self.ffn_norm(h_BTD))
         return (h_BTD + fed[0], fed[1]) if isinstance(fed, tuple) else h_BTD + fed

@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank has some experts of every layer, and rows travel to them and back by all-to-all.
+"""Expert parallelism: each rank has some experts of every layer. An all-to-all sends rows to them and back.
 
-Experts are split over ``ep`` ranks, neighbours, and never inside: each is whole on its rank once FSDP has gathered it.
-A rank routes the tokens that it has, under tensor and context parallelism its part of each sequence. The gradient of an
-expert is the sum over all rows that came to it, so nothing is scaled by ``ep``.
+The experts are divided over ``ep`` neighbouring ranks. An expert itself is not split: after FSDP's gather it is whole
+on its rank. A rank routes its own tokens; under tensor and context parallelism these are its part of each sequence. The
+gradient of an expert is the sum over all rows that it received, so nothing is scaled by ``ep``.
 
 N tokens of this rank, K visited experts, M rows that its experts compute, D model dim, S ranks, E experts
 """
@@ -24,11 +24,11 @@ from crius.parallel.runtime import all_reduce, all_to_all, all_to_all_rows
 
 
 def read_splits(splits: Tensor, rows: int) -> list[list[int]]:
-    """Read numbers of rows to the host. This is the only time that a layer waits for its device. A dry run replaces it.
+    """Copy numbers of rows to the host. Only here does a layer wait for its device. A dry run replaces it.
 
     Args:
-        splits: rows sent to each rank, and received from it, int64 ``(2, S)``.
-        rows: number of all rows that are sent.
+        splits: number of rows sent to each rank and received from it, int64 ``(2, S)``.
+        rows: total number of sent rows.
     """
     found: list[list[int]] = splits.tolist()
     for counts in found:
@@ -38,13 +38,13 @@ def read_splits(splits: Tensor, rows: int) -> list[list[int]]:
 
 
 class AllToAllDispatch(Dispatch):
-    """Rows go to the rank that has their expert, and come back to the token's.
+    """Sends each row to the rank of its expert, and the result back to the rank of its token.
 
     Args:
-        mesh: the ranks that share the experts of a layer, one axis.
+        mesh: ranks that share the experts of a layer; one axis.
 
     Attributes:
-        read_splits: the function, which a dry run replaces.
+        read_splits: the function ``read_splits``, or its replacement in a dry run.
     """
 
     read_splits: Callable[[Tensor, int], list[list[int]]] = staticmethod(read_splits)
@@ -62,7 +62,7 @@ class AllToAllDispatch(Dispatch):
         received_SE = all_to_all(sent_SE, self.mesh)
         to, of = self.read_splits(torch.stack((sent_SE.sum(1), received_SE.sum(1))), ids_NK.numel())
         rows_MD = all_to_all_rows(permute(x_ND, order, place, ids_NK.shape[1]), to, of, self.mesh)
-        # as they come: by source, expert, token; as experts take them: by expert, source, token
+        # received order: source, expert, token; order for the experts: expert, source, token
         expert_M = torch.arange(received_SE.shape[1], device=ids_NK.device).repeat(self.ranks)
         expert_M = expert_M.repeat_interleave(received_SE.flatten(), output_size=rows_MD.shape[0])
         own_order, own_place = by_expert(expert_M)
@@ -91,7 +91,7 @@ class SharedSequenceCounts(SequenceCounts):
 
 
 def _own_experts(experts: Experts, x_MD: Tensor, ends_E: Tensor) -> Tensor:
-    """Output of this rank's experts for the rows ``x``; their weights are shards of the layer's weights."""
+    """Output of this rank's experts for the rows ``x``. Their weights are shards of the layer's weights."""
     own = (
         weight.to_local() if isinstance(weight, DTensor) else weight for weight in (experts.w1, experts.w2, experts.w3)
     )
@@ -103,7 +103,7 @@ def apply_expert_parallel(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> l
 
     Args:
         model: the whole model, or the modules of one pipeline stage.
-        plan: sharding plan, which names the experts.
+        plan: sharding plan that names the experts.
         mesh: all ranks.
     """
     shared = [axis for axis in (mesh.cp, mesh.tp) if axis]
@@ -121,7 +121,7 @@ def apply_expert_parallel(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> l
                 setattr(module, key, nn.Parameter(part))
             module.forward = MethodType(_own_experts, module)
     each = layers[0].router.weight.shape[0] // mesh.ep.size() if layers else 0
-    return [f"expert parallel: {mesh.ep.size()} ranks, {each} experts of each of {len(layers)} layers on a rank"]
+    return [f"expert parallel: {mesh.ep.size()} ranks, {each} experts of each of {len(layers)} layers per rank"]
 
 
 def experts_of(model: nn.Module, plan: ShardingPlan) -> set[Any]:

@@ -299,7 +299,7 @@ class Loop:
                         fix="lower --optimizer.lr, or lengthen --lr_scheduler.warmup_steps",
                     )
                 records.append(replace(record, val_set=name))
-            for record in records:  # all or none: a run that goes on after a stop repeats all
+            for record in records:  # all or none: a run that resumes after a stop repeats all
                 self.reports.write(record)
         return records
 

@@ -174,7 +174,7 @@ def test_wrong_settings_are_one_exception(tmp_path, monkeypatch):
         crius.run({"training.stesp": 3})
     with pytest.raises(ConfigError, match="no recipe is called llama4"):
         crius.run(recipe="llama4")
-    with pytest.raises(ConfigError, match="beside a whole RunConfig"):
+    with pytest.raises(ConfigError, match="excludes a whole RunConfig"):
         crius.run(RunConfig(), recipe="llama3_8b")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("RANK", "0")

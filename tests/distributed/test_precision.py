@@ -141,7 +141,7 @@ def test_without_matplotlib_nothing_is_trained_and_the_install_line_is_said(tmp_
         (["--steps", "0"], "--steps 0 is not positive"),
         (["--tolerance", "0"], "--tolerance 0.0 is not positive"),
         (["--layout", "fsdp2x"], "fsdp2x is not a layout term"),
-        (["--quantize.dense.float8.enable"], "of no effect: a format sets them"),
+        (["--quantize.dense.float8.enable"], "no effect: a format sets them"),
         (["--parallelism.data_parallel_shard_degree", "2"], "--layout, such as fsdp2"),
         (["--training.steps", "-3", "--training.seq_len", "-1"], "seq_len"),
     ],

@@ -148,9 +148,9 @@ def test_the_table_and_the_json_have_every_command_and_every_part(capsys):
     [
         (["data", "--batches", "-1"], "batches are at least 0"),
         (["data", "--repeat", "0"], "rounds at least 1"),
-        (["data", "--parallelism.tensor_parallel_degree", "2"], "of no effect: one rank reads"),
+        (["data", "--parallelism.tensor_parallel_degree", "2"], "no effect: one rank reads"),
         (["startup", "--repeat", "0"], "--repeat 0 is not positive"),
-        (["startup", "--job.run_dir", "x"], "of no effect"),
+        (["startup", "--job.run_dir", "x"], "no effect"),
     ],
 )
 def test_a_wrong_call_exits_with_2_and_says_why(arguments, said, capsys):

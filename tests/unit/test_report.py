@@ -261,7 +261,7 @@ def test_the_verb_writes_into_the_folder_of_one_run_or_here(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ([], 2, "there is no run.*crius report runs/NAME"),
+        ([], 2, "no run folder is given.*crius report runs/NAME"),
         (["missing"], 2, "missing does not exist.*fix +give the folder of a run"),
         (["."], 2, r"\. is not a run folder: it has no run.toml and no metrics.jsonl"),
         (["run", "--out", "run"], 2, "run is a folder.*--out run/report.html"),

@@ -107,7 +107,7 @@ class ChatEncoder:
                     yield ChatSample(text.ids, self._mask(chat, answer, text))
 
     def _check(self, chat: Conversation, answer: Rendered) -> None:
-        """Refuse conversations without a mask. Count those that contain special tokens."""
+        """Refuse conversations without a mask. Count conversations that contain special tokens."""
         if answer.error and answer.turn >= 0:
             raise DataError(
                 f"message {answer.turn + 1} of the conversation cannot be masked.",

@@ -1,4 +1,4 @@
-"""Number of rows per expert, which fake tensors cannot know: an oracle answers, by a given load."""
+"""Number of rows per expert. Fake tensors have no values, so an oracle computes it from a given load."""
 
 from torch import Tensor, nn
 
@@ -17,12 +17,12 @@ def rows_of_rank(rows: int, ranks: int, imbalance: float) -> int:
 
 
 class Oracle:
-    """An answer in which every rank sends this rank the same number of rows, and the others even parts of the rest.
+    """An answer in which every rank sends this rank the same number of rows, and divides the rest evenly.
 
     Args:
         rank: index of this rank among the ranks that share the experts.
-        ranks: number of ranks that share them.
-        imbalance: load of this rank, divided by the mean of all.
+        ranks: number of ranks that share the experts.
+        imbalance: load of this rank, divided by the mean load of all.
     """
 
     def __init__(self, rank: int, ranks: int, imbalance: float) -> None:

@@ -1,7 +1,7 @@
-"""``crius plan --explain``: why this layout, as sentences, and what one change would cost or gain. Torch-free.
+"""``crius plan --explain``: the reasons for a layout, as sentences, and the effect of single changes. Torch-free.
 
-It starts with pure FSDP and takes an axis more only where a number forces it: without the axis nothing fits, or the
-fastest that fits is slower than the model's error.
+It starts with pure FSDP and adds an axis only if a number requires it: without the axis no layout fits, or the fastest
+layout that fits is slower by more than the model's error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,7 +41,7 @@ WHY = {
 }
 
 
-# options of a workload, switched off
+# values of a workload with its options off
 EAGER: dict[str, Any] = {"compile": False, "async_tp": False}
 BFLOAT16: dict[str, Any] = {"precision": "bfloat16", "float8_recipe": "", "float8_all_gather": False}
 
@@ -121,7 +121,7 @@ def _start(found: Found) -> Iterator[str]:
 
 
 def _options(case: Case, winner: Candidate) -> Iterator[str]:
-    """compile, float8, resharding, async TP: what each is worth here."""
+    """compile, float8, resharding, async TP: the effect of each option."""
     one, hardware = winner.workload, case.hardware
     if one.compile:
         yield _gain("Compile", winner, judge(replace(one, **EAGER), hardware))
@@ -159,7 +159,7 @@ def _gain(what: str, winner: Candidate, without: Candidate) -> str:
 
 
 def _axis(found: Found, winner: Candidate, axis: str) -> str:
-    """Why an axis is taken, or not."""
+    """Why an axis is taken or not."""
     taken, name = family_of(winner.workload.layout), NAMES[axis]
     families = {family_of(one.workload.layout) for one in found.fitting}
     if axis in taken:
@@ -209,15 +209,15 @@ class Neighbour:
     """One change.
 
     Attributes:
-        text: what changes.
-        candidate: what it leads to, which may be too large; None: no such layout is legal.
+        text: description of the change.
+        candidate: resulting candidate, which may be too large; None: no such layout is legal.
     """
 
     text: str
     candidate: Candidate | None
 
     def effect(self, winner: Candidate) -> str:
-        """Tokens/s, seconds and GiB against the plan."""
+        """Tokens/s, seconds and GiB, compared with the plan."""
         if self.candidate is None:
             return "not legal: it does not divide the model, the sequence or the batch"
         speed = self.candidate.tokens_per_second / winner.tokens_per_second - 1
@@ -228,8 +228,8 @@ class Neighbour:
 
 
 def neighbours(case: Case, winner: Candidate) -> list[Neighbour]:
-    """Each axis one step up and down, each option switched, longer sequences, more GPUs; all else as in the plan,
-    except recomputation and microbatches, which are chosen again if the layout changes.
+    """Single changes: each axis one size up and down, each option switched, longer sequences, more GPUs. The rest is as
+    in the plan; if the layout changes, recomputation and microbatches are chosen again.
     """
     return [*_of_degrees(case, winner), *_of_options(case, winner.workload), *_of_sizes(case, winner)]
 
@@ -250,7 +250,7 @@ def _of_degrees(case: Case, winner: Candidate) -> Iterator[Neighbour]:
 
 
 def _on(case: Case, degrees: Mapping[str, int], num_gpus: int = 0) -> Candidate | None:
-    """The best candidate on a mesh, or the smallest where none fits."""
+    """The best candidate on a mesh, or the smallest if no candidate fits."""
     fields = {DEGREES[axis]: degree for axis, degree in degrees.items()}
     found = search(replace(case.with_fields(fields), num_gpus=num_gpus or case.num_gpus))
     return best(found.fitting, case.hardware) or next(iter(found.too_large.values()), None)

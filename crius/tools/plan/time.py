@@ -1,8 +1,8 @@
 """Seconds of one optimizer step in closed form, by part. Torch-free.
 
-A step is ``num_microbatches`` times a forward and a backward through a pipeline stage, the bubble, what is sent once a
-step, and the optimizer. Sources: Narayanan et al. 2021 (arXiv:2104.04473), Korthikanti et al. 2022 (2205.05198), the
-Ultra-Scale Playbook; numbers that they lack are in ``rates.TimeConstants``.
+A step is ``num_microbatches`` times a forward and a backward through a pipeline stage, plus the bubble, the traffic
+once per step, and the optimizer. Sources: Narayanan et al. 2021 (arXiv:2104.04473), Korthikanti et al. 2022
+(2205.05198), the Ultra-Scale Playbook. Numbers that they lack are in ``rates.TimeConstants``.
 """
 
 import math
@@ -20,9 +20,9 @@ class RankGroup:
     """Ranks of a collective.
 
     Attributes:
-        size: ranks.
+        size: number of ranks.
         bandwidth: bytes per second that each rank sends.
-        latency: seconds that a collective takes for any size.
+        latency: seconds that a collective of any size takes at least.
     """
 
     size: int
@@ -43,8 +43,8 @@ class RankGroup:
 def group(size: int, stride: int, hardware: Hardware, constants: TimeConstants) -> RankGroup:
     """The group of ``size`` ranks that are ``stride`` apart.
 
-    A ring over whole nodes has as many network cards as it has members in a node: FSDP over all GPUs of a node sees
-    them all, but with tensor parallelism over the node it has one member there, and one card.
+    A ring over nodes has as many network cards as it has members in a node. FSDP over all GPUs of a node has all its
+    cards. With tensor parallelism over the node, FSDP has one member in the node, and one card.
     """
     members = max(1, min(size, hardware.gpus_per_node // stride))
     link, hop = _link(hardware, constants), _hop_seconds(hardware, constants)
@@ -55,7 +55,7 @@ def group(size: int, stride: int, hardware: Hardware, constants: TimeConstants) 
 
 
 def _link(hardware: Hardware, constants: TimeConstants) -> float:
-    """Bandwidth that collectives reach inside a node; measured bandwidths include their efficiency."""
+    """Bandwidth of collectives inside a node. A measured bandwidth includes their efficiency."""
     return hardware.link_bandwidth * (1.0 if hardware.measured else constants.link)
 
 
@@ -79,18 +79,18 @@ def exposed(communication: float, compute: float, cost: float) -> float:
 
 
 HOST_BANDWIDTH = 20e9
-"""Bytes per second and GPU that a host's memory and its PCIe link move if weights are offloaded."""
+"""Bytes per second and GPU over host memory and PCIe if weights are offloaded."""
 
 BYTES = 2
-"""Bytes per number of activations that is sent."""
+"""Bytes of one number of the activations that are sent."""
 
 
 class Communication:
     """Communication of one workload on one kind of hardware.
 
     Attributes:
-        weights: weights of a rank before data parallelism splits them.
-        own_weights: weights that the rank updates.
+        weights: number of weights of a rank before data parallelism splits them.
+        own_weights: number of weights that the rank updates.
     """
 
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
@@ -110,7 +110,7 @@ class Communication:
         self.own_weights = self._trained * own
 
     def _count(self) -> tuple[float, float]:
-        """Weights of a rank: all but routed experts, and routed experts."""
+        """Numbers of weights of a rank: all except routed experts, and routed experts."""
         layout, model = self._layout, self._model
         kinds = [(count / layout.pp, layer) for count, layer in (model.dense, model.experts) if layer]
         layers = sum(count * numbers(layer, "linear", "router") for count, layer in kinds)
@@ -121,8 +121,8 @@ class Communication:
     def _collect(self, size: int, number_bytes: float, expert_bytes: float | None = None) -> float:
         """Seconds to gather, or to reduce and scatter, the rank's weights over ``size`` data-parallel ranks.
 
-        Layer by layer, so that each has a collective's latency. Experts have fewer copies, ``ep`` ranks apart, and
-        numbers of ``expert_bytes`` where they are not sent in float8 as the others are.
+        Each layer is one collective and costs its latency. Experts have fewer copies, which are ``ep`` ranks apart. A
+        weight of an expert has ``expert_bytes`` bytes if it is not sent in float8 like the others.
         """
         layout = self._layout
         ring = group(size, layout.tp, self._hardware, self._constants)
@@ -135,7 +135,7 @@ class Communication:
         return seconds
 
     def sharded(self, forward: float, backward: float) -> tuple[float, float]:
-        """Seconds of FSDP once per step, and per microbatch, beside a forward and a backward of so many seconds.
+        """Seconds of FSDP once per step, and per microbatch, during a forward and a backward of so many seconds.
 
         A pipeline keeps weights gathered, and reduces gradients once, unless it is told to reshard always.
         """
@@ -154,7 +154,7 @@ class Communication:
         return 0.0, each + exposed(again + reduce, backward, cost)
 
     def _gathers(self) -> tuple[float, float, float]:
-        """Seconds of FSDP's gather in the forward, of that in the backward, and of its reduction."""
+        """Seconds of FSDP's gather in the forward, its gather in the backward, and its reduction."""
         work, size = self._workload, self._layout.fsdp
         has_copies = self._experts and size * self._layout.tp > work.expert_ranks
         if work.zero_stage < 2 or (size == 1 and not has_copies):
@@ -172,10 +172,9 @@ class Communication:
         return gather, again, reduce
 
     def replicas(self, backward: float) -> float:
-        """Seconds to reduce gradients over replicas, and of ZeRO-1's gather of weights, once per step beside the last
-        backward.
+        """Seconds of the reduction of gradients over replicas and of ZeRO-1's gather of weights, once per step.
 
-        FSDP's communication beside that backward comes first.
+        Both run during the last backward, after FSDP's communication.
         """
         layout, work, c = self._layout, self._workload, self._constants
         size = layout.dp_replicate if work.zero_stage >= 2 else layout.batch * layout.cp
@@ -238,26 +237,26 @@ class Communication:
 
 
 ATTENTION_BACKWARD = 2.5
-"""Forwards that attention's backward costs: five matmuls against two (arXiv:2205.14135)."""
+"""Cost of attention's backward in forwards: five matmuls against two (arXiv:2205.14135)."""
 
 OPTIMIZER_BYTES = {"fused": 30.0, "foreach": 60.0, "for-loop": 60.0}
 """Bytes that AdamW moves for a weight: the weight, its gradient and two running means in float32, read and written."""
 
 OPS = 60.0
-"""Operations of a layer's forward, launched one by one."""
+"""Number of operations of a layer's forward, each launched separately."""
 
 ROUTING = 1.4
-"""How far the wait for the routing to experts hides behind other work: at 1 not at all, at infinity completely."""
+"""Overlap of the wait for the routing with other work: 1: no overlap, infinity: full overlap."""
 
 EXPERTS = 8
-"""Experts of a rank at which a host that loops over them waits for their routing as ``expert_torch`` says."""
+"""Experts per rank at which a host that loops over them waits for the routing as ``expert_torch`` says."""
 
 BUBBLE = {"interleave_zero_bubble": 1 / 3, "zbv_zero_bubble": 1 / 6, "dualpipev": 1 / 6}
-"""Share of 1F1B's bubble that is left (arXiv:2401.10241); no published row validates it."""
+"""Remaining share of 1F1B's bubble (arXiv:2401.10241). No published row validates it."""
 
 
 def step_time(workload: Workload, hardware: Hardware, constants: TimeConstants = TIME) -> Estimate:
-    """Seconds of one step on the busiest rank; the note is the largest part."""
+    """Seconds of one step on the busiest rank. The note names the largest part."""
     step = _Step(workload, hardware, constants)
     return max((step.at_pace_of(*stage) for stage in step.microbatches()), key=lambda estimate: estimate.total)
 
@@ -279,7 +278,7 @@ class _Step:
     def microbatches(self) -> list[tuple[Compute, float]]:
         """Forward and backward of a microbatch on the ranks that may be the slowest, and their layers over the mean.
 
-        These are the one with the output layer, and under pipeline parallelism one with the most layers.
+        These are the rank with the output layer and, under pipeline parallelism, a rank with the most layers.
         """
         workload, once = self._workload, self._forward
         output = head(workload, self._rates)
@@ -296,7 +295,7 @@ class _Step:
         return found if not middle else [*found, (layers.times(middle / mean), middle / mean)]
 
     def at_pace_of(self, compute: Compute, scale: float) -> Estimate:
-        """The step where all wait for a pipeline rank that computes ``compute`` for a microbatch."""
+        """The step if all ranks wait for a pipeline rank that computes ``compute`` per microbatch."""
         workload, sent = self._workload, self._sent
         count, p = workload.num_microbatches, workload.layout.pp
         forth = self._forward.times(scale).total
@@ -332,10 +331,10 @@ class _Step:
         return Estimate(parts, max(parts, key=lambda name: parts[name]))
 
     def _idle(self, busy: float, scale: float, passes: float) -> float:
-        """Seconds that the processor waits for the host in passes of ``busy`` seconds at least: to launch, to route.
+        """Seconds that the processor waits for the host to launch and to route, in passes of ``busy`` seconds or more.
 
-        A GPU computes while the host launches ahead, but waits at every layer of experts for what goes where, Crius
-        only if rows leave the rank. A CPU launches nothing ahead, and each expert's matmuls by themselves.
+        A GPU computes while the host launches ahead. At every layer of experts it waits for the routing; in Crius only
+        if rows leave the rank. A CPU launches nothing ahead, and launches each expert's matmuls separately.
         """
         workload = self._workload
         layers = scale * workload.model.num_layers / workload.layout.pp
@@ -355,9 +354,9 @@ class _Step:
 
 
 def _stages(workload: Workload) -> tuple[int, int]:
-    """Most layers of a pipeline rank, and layers of the rank that has the output layer.
+    """Most layers of a pipeline rank, and layers of the rank with the output layer.
 
-    Crius splits by cost; elsewhere all ranks have as many layers as the first and the last has what is left.
+    Crius splits by cost. In other trainers all ranks have as many layers as the first, and the last has the rest.
     """
     count, degree = workload.model.num_layers, workload.layout.pp
     if degree == 1:

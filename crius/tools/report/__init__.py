@@ -1,1 +1,1 @@
-"""What a run did, read from its folder: reports, lists of runs, comparisons."""
+"""Reports, lists and comparisons of runs, read from their folders."""

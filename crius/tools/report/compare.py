@@ -1,4 +1,4 @@
-"""Runs side by side: what differs in their settings, their machines, their curves and their results. No torch."""
+"""Comparison of runs: differences of settings, machines, curves and results. No torch."""
 
 import json
 import math
@@ -22,14 +22,15 @@ STARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """One curve of a run beside that of the first run.
+    """One curve of a run, compared with that of the first run.
 
     Attributes:
-        num_steps: number of steps at which both have a record.
-        range: the first and the last of these steps; None where there are none.
-        only_first: number of steps that only the first run has; only_other: those of the other run.
-        parts: the first step with a difference above the tolerance; None where all are within it.
-        largest: the step with the largest difference; None without a common step.
+        num_steps: number of steps at which both runs have a record.
+        range: first and last of these steps; None: no such step.
+        only_first: number of steps that only the first run has.
+        only_other: number of steps that only the other run has.
+        parts: first step with a difference above the tolerance; None: no such step.
+        largest: step with the largest difference; None without a common step.
     """
 
     num_steps: int
@@ -42,15 +43,15 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Runs side by side; the first one is what the others are held against.
+    """Runs, compared with the first one.
 
     Attributes:
-        names: of the runs, in the order of the command line.
+        names: names of the runs, in the order of the command line.
         tolerance: largest relative difference of two losses that counts as equal.
-        settings: dotted names of the settings that differ, with the value of each run; None where it is not set.
-        starts: likewise for versions, machines and layouts; a run that was started several times has all values.
-        losses: for each run but the first.
-        validations: for each run but the first, by validation set.
+        settings: dotted names of the settings that differ, with the value of each run; None: not set.
+        starts: versions, machines and layouts that differ, with the value of each run; all values if it started often.
+        losses: curves of the loss of each run but the first.
+        validations: curves of each run but the first, by validation set.
         results: names of results, with the value of each run.
     """
 
@@ -68,7 +69,7 @@ class Comparison:
         return not any(curves.parts for curves in self.losses)
 
     def as_dict(self) -> dict[str, Any]:
-        """The comparison for JSON, where null stands for what is not finite."""
+        """The comparison for JSON; a number that is not finite is null."""
         told: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda name: None)
         return told | {"equal": self.are_equal}
 
@@ -84,7 +85,7 @@ class Comparison:
 
     def _curve_lines(self) -> list[str]:
         head = ["compared", "part at", "values", "difference", "largest", "at"]
-        rows, notes = [[f"curves beside {self.names[0]}, tolerance {self.tolerance:g}:", *head]], []
+        rows, notes = [[f"curves against {self.names[0]}, tolerance {self.tolerance:g}:", *head]], []
         for name, losses, sets in zip(self.names[1:], self.losses, self.validations, strict=True):
             labels = {"loss": losses} | {f"validation {label}".strip(): found for label, found in sets.items()}
             rows += [[f"  {name}: {label}", *_told(curves)] for label, curves in labels.items()]
@@ -95,11 +96,11 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Comparison:
-    """Hold ``runs`` against the first of them.
+    """Compare ``runs`` with the first of them.
 
     Raises:
-        ConfigError: there are fewer than two, the tolerance is not a number of at least 0, or a run has no step in
-            common with the first one.
+        ConfigError: there are fewer than two runs, the tolerance is not a number of at least 0, or a run has no step
+            in common with the first one.
     """
     if len(runs) < 2:
         fix = "crius compare A B with the folders of two runs"
@@ -163,15 +164,15 @@ def differing(runs: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> d
 
 
 def _starts(run: RunHistory) -> dict[str, str]:
-    """Each field of the starts; different values of one run in their order."""
+    """Each field of the starts. Different values of one run keep their order."""
     values = {name: dict.fromkeys(str(start[name]) for start in run.starts if name in start) for name in STARTS}
     return {name: ", then ".join(found) for name, found in values.items() if found}
 
 
 def results_of(run: RunHistory) -> dict[str, Any]:
-    """The numbers that a run comes down to; None where the run lacks one.
+    """The results of a run; None: the run lacks this result.
 
-    ``validations`` has the last loss of each validation set. ``wall_seconds`` is that of the last command.
+    ``validations`` has the last loss of each validation set. ``wall_seconds`` is the wall time of the last command.
     """
     summary = whole_summary(run)
     return {
@@ -192,7 +193,7 @@ def results_of(run: RunHistory) -> dict[str, Any]:
 
 
 def whole_summary(run: RunHistory) -> dict[str, Any] | None:
-    """``summary.json``; None where there is none, or where the run continued after it."""
+    """``summary.json``; None if the file is missing, or if the run continued after it was written."""
     last = max(run.steps.get("step", []), default=0)
     return run.summary if run.summary and (finite(run.summary.get("steps")) or 0) >= last else None
 
@@ -212,7 +213,7 @@ def _results(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:
 
 
 def _last(columns: Columns, name: str) -> Any:
-    """The last value, also where it is not a number."""
+    """The last value, even if it is not a number."""
     return (columns.get(name) or [None])[-1]
 
 
@@ -231,12 +232,12 @@ _FORMS = {
     **dict.fromkeys(("mfu", "goodput"), "{:.1%}"),
 }
 _ALWAYS = {"state", "step", "loss", "tokens_per_second", "memory_gib", "goodput"}
-"""Results that are shown even if no run has them."""
+"""Results that are shown even if no run has a value."""
 _UNITS = {"tokens_per_second": "tokens/s, median", "memory_gib": "memory, GiB", "val_loss": "validation loss"}
 
 
 def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> list[str]:
-    """A table of values by run; of settings and starts the rows differ, of results all are there."""
+    """A table of values by run. Settings and starts have only rows that differ; results have all rows."""
     if not rows:
         return [f"{title}: no difference"]
     cells = [

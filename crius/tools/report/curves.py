@@ -1,4 +1,4 @@
-"""Curves for a picture, and how far two of them are apart. Torch-free."""
+"""Curves for a picture, and the distance of two curves. Torch-free."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,16 +8,16 @@ from typing import Any
 from crius.tools.report.history import Columns, finite
 
 Curve = tuple[list[int], list[float | None]]
-"""Steps, ascending, and the value of each; None is a gap: a loss that was not finite."""
+"""Steps, ascending, and the value at each step. None is a gap: a value that was not finite."""
 
 TOLERANCE = 1e-5
-"""Relative difference of two losses that counts as equal. In float32 two layouts of one run differ by about 1e-6, the
-order of their sums; a changed setting shows above it in the first steps. Runs in bfloat16 differ by more."""
+"""Relative difference of two losses that counts as equal. In float32 two layouts of one run differ by about 1e-6,
+because they sum in another order. A changed setting exceeds this in the first steps. Runs in bfloat16 differ more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Two values at one step, and their relative difference: infinite where one is missing or not finite."""
+    """Two values at one step, and their relative difference: infinite if a value is missing or not finite."""
 
     step: int
     first: float | None
@@ -36,7 +36,7 @@ def common_points(first: Columns, other: Columns, name: str) -> list[Point]:
 
 
 def relative(first: Any, other: Any) -> float:
-    """``|a - b| / max(|a|, |b|)``; infinite where one of the two is missing, not a number or not finite."""
+    """``|a - b| / max(|a|, |b|)``; infinite if ``a`` or ``b`` is missing, not a number or not finite."""
     a, b = finite(first), finite(other)
     if a is None or b is None:
         return math.inf
@@ -44,12 +44,12 @@ def relative(first: Any, other: Any) -> float:
 
 
 def curve(steps: Sequence[int], values: Iterable[Any]) -> Curve:
-    """The values of ``steps`` as numbers; what is not a finite number is a gap."""
+    """The values of ``steps`` as numbers. A value that is not a finite number becomes a gap."""
     return list(steps), [finite(value) for value in values]
 
 
 def thinned(whole: Curve, most: int) -> Curve:
-    """``whole`` with at most ``most`` points: the least and the largest value of equal groups, and the last point.
+    """``whole`` with at most ``most`` points: the smallest and the largest value of equal groups, and the last point.
 
     Args:
         whole: the curve.

@@ -13,25 +13,25 @@ from crius.errors import ConfigError
 from crius.redact import redact_value
 
 Columns = dict[str, list[Any]]
-"""Name of a field to its values, one for each record, in the order of ``step``; None where a record lacks it."""
+"""From the name of a field to its values, one per record, in the order of ``step``; None: the record lacks it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """A run as its folder tells it.
+    """A run, read from its folder.
 
     Attributes:
         path: the run folder.
-        settings: dotted names and values of ``run.toml``; empty where the run has not come so far.
-        starts: one mapping for each start of the run, the first one first, see ``crius.train.setup.note_start``.
-        steps: columns of the records of steps, see ``crius.metrics.record.StepMetrics``.
-        validations: for each validation set its columns, see ``crius.metrics.record.ValidationMetrics``; the set
-            without a name is "".
+        settings: dotted names and values of ``run.toml``; empty if the run ended before it wrote the file.
+        starts: one mapping per start of the run, in order of time; see ``crius.train.setup.note_start``.
+        steps: columns of the records of steps; see ``crius.metrics.record.StepMetrics``.
+        validations: columns of each validation set, by its name; see ``crius.metrics.record.ValidationMetrics``. "" is
+            the set without a name.
         summary: ``summary.json``; None before the run has ended.
-        plan: ``plan.json``; None where there is none.
+        plan: ``plan.json``; None if the file is missing.
         incidents: names and contents of the files in ``incidents/``, JSON or text.
-        recoveries: one mapping for each restart after a failure, see ``crius.train.reports.Recovery``.
-        num_damaged: number of lines of ``metrics.jsonl`` that could not be read.
+        recoveries: one mapping per restart after a failure; see ``crius.train.reports.Recovery``.
+        num_damaged: number of lines of ``metrics.jsonl`` that cannot be read.
     """
 
     path: Path
@@ -47,12 +47,12 @@ class RunHistory:
 
     @property
     def name(self) -> str:
-        """The name of the run: that of its folder."""
+        """The name of the run, which is the name of its folder."""
         return self.path.resolve().name
 
 
 def read_run(path: Path) -> RunHistory:
-    """The run in folder ``path``, also while it runs.
+    """The run in folder ``path``. It may still be running.
 
     Raises:
         ConfigError: ``path`` is not a run folder.
@@ -84,7 +84,7 @@ def read_run(path: Path) -> RunHistory:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The JSON objects of a file of lines, and None for each damaged line; the last line may still be being written."""
+    """The JSON objects of a file of lines, and None for each damaged line; the last line may be incomplete."""
     try:
         file = path.open("rb")
     except OSError:
@@ -99,14 +99,14 @@ def _records(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 class _Rows:
-    """Records as columns, which take a third of the memory; of two records of one step the later one counts."""
+    """Records as columns, which take a third of the memory. The later of two records of one step counts."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
         self._columns: Columns = {}
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take one record; without a step it is left out."""
+        """Add one record. A record without a step is left out."""
         step = record.get("step")
         if not isinstance(step, int):
             return
@@ -121,7 +121,7 @@ class _Rows:
                 column[place] = record.get(name)
 
     def columns(self) -> Columns:
-        """In the order of steps."""
+        """The columns, in the order of steps."""
         places = [self._places[step] for step in sorted(self._places)]
         if all(map(operator.eq, places, range(len(places)))):
             return self._columns
@@ -150,7 +150,7 @@ def finite(value: Any) -> float | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none."""
+    """The JSON object in a file; None if the file has no such object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -16,18 +16,18 @@ from crius.tools.report.history import RunHistory
 from crius.tools.report.payload import payload
 
 REPORT = "report.html"
-"""In the folder of a run."""
+"""Name of the report in a run folder."""
 
 
 def page(shown: Mapping[str, Any]) -> str:
-    """The file.
+    """The HTML of a report.
 
-    What comes from a run is in it twice: as the title, escaped, and as JSON in a script element of a type that is not
-    executed, without any ``<``. The script writes all of it as text. The policy in the head allows the script and the
-    style of Crius by their hashes, and nothing else: no network, and no script that a run brings along.
+    Data of a run is in two places: escaped in the title, and as JSON in a script element that is not executed. The JSON
+    has no ``<``. The script writes all data as text. The policy in the head allows the script and the style of Crius,
+    by their hashes. It allows nothing else: no network, and no script from the data of a run.
 
     Args:
-        shown: see ``crius.tools.report.payload.payload``.
+        shown: data of the report; see ``crius.tools.report.payload.payload``.
     """
     script = "\n".join(
         (f"/*! uPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/", _asset("uPlot.iife.min.js"), _asset("report.js"))
@@ -47,12 +47,12 @@ def page(shown: Mapping[str, Any]) -> str:
 
 
 def write_report(runs: Sequence[RunHistory], out: Path, origins: Mapping[str, str] | None = None) -> None:
-    """Write the report of ``runs``. Only the owner can read it where it has the texts of incidents.
+    """Write the report of ``runs``. Only its owner can read a report with texts of incidents.
 
     Args:
-        runs: at least one; the others are compared with the first one.
+        runs: one run or more; all are compared with the first one.
         out: the file.
-        origins: where values came from, by the name of the setting; None: not known.
+        origins: origin of each value, by the name of the setting; None: unknown.
 
     Raises:
         EnvironmentError: the file cannot be written.
@@ -63,7 +63,7 @@ def write_report(runs: Sequence[RunHistory], out: Path, origins: Mapping[str, st
     except OSError as error:
         why = error.strerror or str(error)
         raise EnvironmentError(
-            f"the report {out} cannot be written: {why}.", fix="name another file, e.g. --out /tmp/report.html"
+            f"the report {out} cannot be written: {why}.", fix="give another file, e.g. --out /tmp/report.html"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What a report shows of runs, as JSON. Torch-free."""
+"""Data of a report, as JSON. Torch-free."""
 
 import json
 import math
@@ -22,23 +22,23 @@ SHOWN = (
 """Fields of a record of steps that have a curve."""
 
 MOST_POINTS, ALL_POINTS = 2_000, 60_000
-"""Of one curve, and of all curves of a report: together 1 MB."""
+"""Most points of one curve, and of all curves of a report: together 1 MB."""
 
 MOST_RESTARTS = 200
-"""Of one run, the newest ones."""
+"""Most restarts of one run; the newest restarts are shown."""
 
 MOST_INCIDENTS, INCIDENT_CHARACTERS, MOST_ROWS = 40, 12_000, 8
-"""Of a report: incidents, characters of the text of one, rows of a table in it."""
+"""Most incidents of a report, characters of an incident's text, and rows of an incident's table."""
 
 _MEASURED = {"tokens_per_second_per_rank", "step", "memory_gib"}
 
 
 def payload(runs: Sequence[RunHistory], origins: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """All that a report shows; strings of a run are as the run wrote them.
+    """All data of a report. Strings are as the run wrote them.
 
     Args:
-        runs: at least one; the others are compared with the first one.
-        origins: where values came from, by the name of the setting, of a report of one run; None: not known.
+        runs: one run or more; all are compared with the first one.
+        origins: origin of each value, by the name of the setting, in a report of one run; None: unknown.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
@@ -102,7 +102,7 @@ def _run(run: RunHistory, name: str, most: int, most_incidents: int) -> dict[str
 
 
 def _apart(first: RunHistory, other: RunHistory, most: int) -> dict[str, Any]:
-    """How far the losses of two runs are apart, relative, at the steps that both have."""
+    """Relative difference of the losses of two runs, at the steps that both have."""
     points = common_points(first.steps, other.steps, "loss")
     known = [point for point in points if math.isfinite(point.relative)]
     largest = max(known, key=lambda point: point.relative, default=None)
@@ -117,7 +117,7 @@ def _apart(first: RunHistory, other: RunHistory, most: int) -> dict[str, Any]:
 
 
 def _shown(whole: Curve, most: int) -> Curve:
-    """A curve as it is drawn, with 7 digits."""
+    """A curve for drawing, with 7 digits."""
     steps, values = thinned(whole, most)
     return steps, [None if value is None else float(f"{value:.7g}") for value in values]
 
@@ -130,7 +130,7 @@ def _modified(run: RunHistory) -> float | None:
 
 
 def _changed(run: RunHistory) -> list[dict[str, Any]]:
-    """The settings that are not the defaults; one that this version does not know has no default."""
+    """The settings that differ from the defaults. A setting that this version does not know has no default."""
     defaults = json.loads(json.dumps(flatten(RunConfig())))
     return [
         {"name": name, "value": value, "default": defaults.get(name)}
@@ -140,7 +140,7 @@ def _changed(run: RunHistory) -> list[dict[str, Any]]:
 
 
 def _restarts(run: RunHistory) -> list[dict[str, Any]]:
-    """The starts after the first one, each with what its recovery took where it came after a failure."""
+    """The starts after the first one. A start after a failure has the costs of its recovery."""
     left, found = list(run.recoveries), []
     for start in run.starts[1:]:
         row = {key: start.get(key) for key in ("time", "step", "layout", "host", "device")}
@@ -155,7 +155,7 @@ def _restarts(run: RunHistory) -> list[dict[str, Any]]:
 
 
 def _plan(run: RunHistory, summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The plan and what was measured, as ``crius.tools.plan.compare.Comparison`` has them."""
+    """The plan and the measurements, as ``crius.tools.plan.compare.Comparison`` has them."""
     if run.plan is None:
         return None
     whole = summary.get("plan") if summary else None
@@ -172,10 +172,10 @@ def _measured(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _incidents(files: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One entry for each incident, by step; a hang is a file of JSON and one of text."""
+    """One entry per incident, by step. A hang has a JSON file and a text file."""
     found: dict[str, dict[str, Any]] = {}
     for name, content in files.items():
-        if name.endswith(".flight.json"):  # what torch's flight recorder kept of a rank: the text names its last call
+        if name.endswith(".flight.json"):  # data of torch's flight recorder for one rank; the text names its last call
             continue
         found.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = content
     entries = [_incident(name, parts.get("json"), parts.get("txt", "")) for name, parts in found.items()]
@@ -183,7 +183,7 @@ def _incidents(files: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _incident(name: str, data: Any, text: str) -> dict[str, Any]:
-    """What an incident is shown as: a title, its values, its tables, its text.
+    """An incident for the page: a title, its values, its tables, its text.
 
     Files of incidents are written by ``crius.train.stability``, ``crius.launch.watchdog`` and
     ``crius.tools.plan.out_of_memory``.
@@ -213,7 +213,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first rows, without columns of which the text has more than a cell holds."""
+    """The first rows, without columns whose text is too long for a cell."""
     columns = [key for key, value in rows[0].items() if key not in ("stack", "threads", "pid") and value != []]
     shown = [[_short(row.get(key)) for key in columns] for row in rows[:MOST_ROWS]]
     return {"name": name, "columns": columns, "rows": shown, "more": max(0, len(rows) - MOST_ROWS)}

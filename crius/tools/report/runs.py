@@ -1,4 +1,4 @@
-"""Which runs are in a folder and how they stand, from the ends of their files: hundreds in a second. No torch."""
+"""The runs in a folder and their states, from the ends of their files: hundreds per second. No torch."""
 
 import json
 import os
@@ -20,17 +20,17 @@ MARKS = ("run.toml", "metrics.jsonl", LOCK)
 """A folder with one of these files is a run folder."""
 
 _TAIL, _LONG_TAIL = 1 << 16, 1 << 20
-_FAR = 1e12  # seconds: not known; files from the future have an age of 0
+_FAR = 1e12  # seconds: unknown; files from the future have an age of 0
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How a run stands.
+    """The state of a run.
 
     Attributes:
         word: ``running``; ``finished``; ``stopped`` by a signal; ``preempted``: stopped by a signal other than Ctrl-C,
             with everything saved; ``failed``: ended without a summary; ``unreadable``; ``not started``.
-        reason: name of the signal, or of the error; empty where none is known.
+        reason: name of the signal or of the error; empty if unknown.
     """
 
     word: str
@@ -46,14 +46,14 @@ class RunRow:
 
     Attributes:
         name: path of the run below the folder that was listed.
-        state: how it stands.
-        step: last step with a record; None before the first.
-        steps: steps of the whole run; None where it ends by its epochs or nothing is known.
-        loss: of that step, in nats; None where it is not finite or there is none.
-        val_loss: of the last validation.
-        tokens_per_second: over all ranks, of the last record.
-        goodput: share in [0, 1] of the time that went into steps which count.
-        age_seconds: time since the last record, or since the run folder was claimed.
+        state: state of the run.
+        step: last step with a record; None before the first record.
+        steps: steps of the whole run; None if it ends by epochs or the number is unknown.
+        loss: loss of ``step``, in nats; None if it is not finite or missing.
+        val_loss: loss of the last validation, in nats.
+        tokens_per_second: speed of all ranks together in the last record.
+        goodput: share of the time, in [0, 1], that went into steps that count.
+        age_seconds: seconds since the last record, or since the run folder was claimed.
     """
 
     name: str
@@ -73,7 +73,7 @@ class RunRow:
 
 
 def find_runs(folder: Path) -> list[RunRow]:
-    """The runs in ``folder`` and in its folders that hold runs, such as those of a sweep; the newest first.
+    """The runs in ``folder`` and in its subfolders with runs, such as sweeps; the newest run first.
 
     Raises:
         ConfigError: ``folder`` is not a folder.
@@ -103,12 +103,12 @@ def _is_run(path: Path) -> bool:
 def _folders(path: Path) -> list[Path]:
     try:
         return [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
-    except OSError:  # of somebody else
+    except OSError:  # a folder of another user
         return []
 
 
 def run_row(path: Path, name: str = "") -> RunRow:
-    """How the run in the folder ``path`` stands; a folder that cannot be read has the state ``unreadable``."""
+    """The state of the run in the folder ``path``. A folder that cannot be read is ``unreadable``."""
     try:
         return _row(path, name or path.name)
     except OSError as error:
@@ -143,7 +143,7 @@ def _row(path: Path, name: str) -> RunRow:
 
 
 def history_state(run: RunHistory) -> RunState:
-    """How a run stands whose files have been read."""
+    """The state of a run whose files have been read."""
     steps, starts = run.steps.get("step"), run.starts
     saves = run.settings.get("checkpoint.enable") is not False
     last = steps[-1] if steps else None
@@ -153,20 +153,20 @@ def history_state(run: RunHistory) -> RunState:
 def state_of(
     path: Path, summary: Mapping[str, Any], step: int | None, start: Mapping[str, Any], *, saves: bool
 ) -> RunState:
-    """How a run stands.
+    """The state of a run.
 
     Args:
         path: the run folder.
-        summary: of the run; empty where there is none.
-        step: last step with a record; None before the first.
-        start: the last line of ``starts.jsonl``; empty where there is none.
+        summary: contents of ``summary.json``; empty if the file is missing.
+        step: last step with a record; None before the first record.
+        start: last line of ``starts.jsonl``; empty if there is no line.
         saves: whether the run saves before it stops.
     """
     if (holder_of(path) or {}).get("command") == "train":
         return RunState("running")
     done, begun = _whole(summary.get("steps")), finite(start.get("time"))
     if done is not None and done >= (step or 0):
-        # a run that was continued and then failed still has the summary of before
+        # a run that resumed and then failed still has its old summary
         if begun is None or (path / "summary.json").stat().st_mtime >= begun:
             signal = summary.get("stopped_by")
             if not signal:
@@ -188,7 +188,7 @@ def _text(path: Path) -> str:
 
 
 def _section(text: str, name: str) -> dict[str, Any]:
-    """One table of a run.toml: the whole of it takes milliseconds to read."""
+    """One table of a run.toml. Reading the whole file would take milliseconds."""
     found = re.search(rf"^\[{name}\]\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     try:
         return tomllib.loads(found[1]) if found else {}
@@ -201,7 +201,7 @@ def _last_start(path: Path) -> dict[str, Any]:
 
 
 def _tail(path: Path, num_bytes: int) -> list[bytes]:
-    """The whole lines among the last bytes of a file."""
+    """The complete lines among the last bytes of a file."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -241,7 +241,7 @@ def _cells(row: RunRow) -> tuple[str, ...]:
 
 
 def shown(value: float | None, form: str, missing: str = "-") -> str:
-    """A number in the form ``form``, or ``missing`` where there is none."""
+    """A number in the format ``form``; ``missing`` if there is no number."""
     return missing if value is None else form.format(value)
 
 

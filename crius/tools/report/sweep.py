@@ -1,4 +1,4 @@
-"""Runs that differ in some values: what they are, where they lie, and training them one after the other. No torch."""
+"""Runs of a sweep: their values, their folders, and their training in turn. No torch."""
 
 import contextlib
 import csv
@@ -38,7 +38,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The values, for people."""
+        """The values, as text for people."""
         return " ".join(f"{name}={value}" for name, value in self.values.items())
 
 
@@ -82,7 +82,7 @@ def plan_trials(flags: Sequence[str]) -> tuple[Path, list[Trial]]:
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Name, value and words of each flag; the value of a flag without one is empty."""
+    """Name, value and words of each flag. A flag without a value has an empty value."""
     words = list(flags)
     while words:
         word = words.pop(0)
@@ -94,10 +94,10 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _values(name: str, text: str) -> list[str]:
-    """The values of a setting; a list, JSON and what is in double quotes keep their commas.
+    """The values of a setting. Lists, JSON and text in double quotes keep their commas.
 
     Raises:
-        ConfigError: one is empty, or is there twice.
+        ConfigError: a value is empty or given twice.
     """
     default = (flatten(RunConfig()) | _OPTIONS).get(name, ())
     if isinstance(default, tuple) or name.startswith("job.") or text[:1] in ("[", "{") or "," not in text:
@@ -111,7 +111,7 @@ def _values(name: str, text: str) -> list[str]:
 
 
 def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
-    """Note the flags of each run in the folder of the sweep; a sweep that is continued may add runs.
+    """Record the flags of each run in the folder of the sweep. A sweep that is continued may add runs.
 
     Raises:
         ConfigError: a run was started there with other flags, or the folder cannot be written.
@@ -121,10 +121,10 @@ def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
     if others := [name for name in flags if known.get(name, flags[name]) != flags[name]]:
         before = " ".join(map(str, known[others[0]]))
         raise ConfigError(
-            f"{folder} has a sweep with other flags: those of {others[0]} were {before}.",
+            f"{folder} has a sweep with other flags: {others[0]} had {before}.",
             where=f"--{RUN_DIR}",
-            why="the runs of one sweep differ in nothing but its values",
-            fix=f"another --{RUN_DIR}, or the flags of before",
+            why="the runs of one sweep differ only in its values",
+            fix=f"give another --{RUN_DIR}, or the earlier flags",
         )
     try:
         write_whole(folder / FILE, json.dumps(known | flags, indent=2) + "\n")
@@ -134,18 +134,18 @@ def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
 
 
 def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool) -> None:
-    """Train what is not finished; a signal to this process goes to the run, which saves, and ends the sweep.
+    """Train the runs that are not finished. A signal to this process makes the run save, and ends the sweep.
 
     Args:
-        trials: of the sweep.
+        trials: runs of the sweep.
         stops: signals to this process so far.
-        is_quiet: print to stderr.
+        is_quiet: whether to print to stderr.
     """
     for number, trial in enumerate(trials, start=1):
         is_done = run_row(trial.folder).state.word == "finished"
         if stops:
             return
-        line = f"run {number}/{len(trials)}: {trial.label}, {trial.folder}" + ", is finished already" * is_done
+        line = f"run {number}/{len(trials)}: {trial.label}, {trial.folder}" + ", already finished" * is_done
         output = sys.stderr if is_quiet else sys.stdout
         output.write(line + "\n")
         output.flush()
@@ -162,7 +162,7 @@ def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool)
 
 
 def best_first(rows: Sequence[tuple[Trial, RunRow]]) -> list[tuple[Trial, RunRow]]:
-    """Finished runs by their validation loss, or where one of them lacks it by their loss; then the others."""
+    """Finished runs by validation loss, or by loss if a run lacks a validation loss; then the other runs."""
     has_all = all(row.val_loss is not None for _, row in rows if row.state.word == "finished")
 
     def rank(pair: tuple[Trial, RunRow]) -> tuple[bool, bool, float]:

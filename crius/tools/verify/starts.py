@@ -1,5 +1,5 @@
-"""Starts of the attempts of ``crius verify resume`` and ``chaos``: as in the run, on numbers of ranks, or on
-layouts."""
+"""Starts of the attempts of ``crius verify resume`` and ``chaos``: with the ranks of the run, with other numbers of
+ranks, or on other layouts."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from crius.tools.verify.compare import tolerances
 from crius.train.inputs import open_run_corpus
 
 INTERVAL = 3
-"""Steps between checkpoints, if neither the run nor the verb has an interval."""
+"""Steps between checkpoints if neither the run nor the verb has an interval."""
 DATA_PARALLEL = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 
 SET_BY_VERB = (
@@ -32,7 +32,7 @@ SET_BY_VERB = (
     ),
     *("checkpoint.folder", "checkpoint.load_path", "checkpoint.load_step"),
 )
-"""Settings that both verbs decide."""
+"""Settings that both verbs set."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Start:
     Attributes:
         config: the run on this number of ranks.
         num_ranks: its number of ranks.
-        layout: spelling of the layout; empty if none was asked for.
+        layout: name of the layout; empty if no layout is requested.
     """
 
     config: RunConfig
@@ -56,11 +56,11 @@ class Start:
 
     @property
     def compiles(self) -> bool:
-        """Whether it compiles kernels."""
+        """Whether the start compiles kernels."""
         return bool(self.config.compile.enable) and self.config.compile.backend == "inductor"
 
     def with_own_cache(self, cache: Path) -> "Start":
-        """This start with its kernels in ``cache``, which chaos may remove."""
+        """This start with its compiled kernels in the folder ``cache``, which chaos may remove."""
         if not self.compiles:
             return self
         config = replace_fields(self.config, {"compile.cache_dir": str(cache.absolute())})
@@ -103,14 +103,14 @@ def num_threads(facts: Facts, starts: Sequence[Start]) -> int:
 
 
 def tolerance_of(starts: Sequence[Start]) -> float:
-    """Relative tolerance of the losses, as in ``verify parity`` for these layouts; 0: all have the same bits."""
+    """Relative tolerance of the losses, as in ``verify parity`` for these layouts; 0: all losses have the same bits."""
     if len({start.layout for start in starts}) == 1:
         return 0.0
     return max(tolerances(start.config)["loss"].bound for start in starts)
 
 
 def _of_world_sizes(facts: Facts, steps: int, world_sizes: str, interval: int) -> list[Start]:
-    """Each number of ranks, as shards, replicas, or both."""
+    """Starts for each number of ranks, as shards, replicas, or both."""
     if not facts.config.training.reproducible:
         raise ConfigError(
             f"--world_sizes {world_sizes} needs training.reproducible.",
@@ -144,7 +144,7 @@ def _of_world_sizes(facts: Facts, steps: int, world_sizes: str, interval: int) -
 
 
 def _of_layouts(facts: Facts, steps: int, layouts: str, interval: int) -> list[Start]:
-    """A start for each layout, as often as it is named, with one global batch that all of them split."""
+    """One start for each named layout, repeats included. All layouts split the same global batch."""
     wanted = [parse_layout(text) for text in layouts.split(",")]
     losses = {matrix.reference_of(layout): layout for layout in wanted}
     if len(losses) > 1:
@@ -168,7 +168,7 @@ def _of_layouts(facts: Facts, steps: int, layouts: str, interval: int) -> list[S
 
 
 def settled_config(facts: Facts, steps: int, interval: int) -> RunConfig:
-    """The run of a verb, after a check of it and its data.
+    """The run of a verb. The run and its data are checked.
 
     Args:
         facts: facts about the requested run.
@@ -216,6 +216,6 @@ def refuse_own_kills(steps: int, num_ranks: int) -> None:
             raise ConfigError(
                 f"{FAULTS} has the fault: {fault}.",
                 where=f"environment variable {FAULTS}",
-                why="this verb kills one run and not the other; only faults of numbers and dropout are for both",
+                why="this verb kills one run and not the other; only faults of numbers and dropout affect both",
                 fix=f"unset {FAULTS}",
             )

@@ -1,4 +1,4 @@
-// Draws a report from the JSON in the page. All that comes from a run becomes text, never markup.
+// Draws a report from the JSON in the page. All data of a run becomes text, never markup.
 (() => {
 "use strict";
 
@@ -327,7 +327,7 @@ function zoomAll(from) {
 // ---- parts of the page
 
 const PHASES = {
-  compute: "steps that count", lost: "steps that a failure took back", initialise: "until the model is there",
+  compute: "steps that count", lost: "steps that were repeated after a failure", initialise: "until the model is there",
   load: "reading the checkpoint", compile: "torch.compile", data: "waiting for batches",
   save_blocked: "waiting for checkpoints", validation: "scoring held-out data", report: "writing records", profiler: "",
   gc: "collecting garbage", down: "from a failure until processes run again", other: "in no phase",
@@ -362,7 +362,7 @@ function tiles(run) {
 
 function timeTable(run) {
   const parts = Object.entries((run.summary && run.summary.seconds) || {}).filter(([, value]) => isNumber(value) && value >= 0.005);
-  if (!parts.length) return note("summary.json, which a run writes at its end, says where its time went. This run has none yet.");
+  if (!parts.length) return note("A run writes the shares of its time to summary.json when it ends. This run has no such file yet.");
   const whole = parts.reduce((sum, [, value]) => sum + value, 0), most = Math.max(...parts.map(([, value]) => value));
   const rows = parts.sort((a, b) => b[1] - a[1]).map(([phase, value]) => {
     const bar = el("i", { class: phase === "compute" ? "bar good" : phase === "lost" || phase === "down" ? "bar bad" : "bar" });
@@ -379,7 +379,7 @@ function restartTable(run) {
     seconds(one.seconds), one.layout || DASH]);
   const left = run.results.restarts - rows.length;
   return [el("h3", {}, "Restarts"), table([["time", ""], ["from step", "r"], ["failed in step", "r"], ["steps repeated", "r"],
-    ["time lost", "r"], ["layout", ""]], rows), left > 0 ? note(`and ${grouped(left)} before them`) : null];
+    ["time lost", "r"], ["layout", ""]], rows), left > 0 ? note(`and ${grouped(left)} earlier restarts`) : null];
 }
 
 function incidentList(run) {
@@ -410,7 +410,7 @@ function planTable(run) {
   const parts = breakdown(plan.memory_bytes, gib, "memory"), times = breakdown(plan.step_seconds, (v) => `${(1e3 * v).toFixed(1)} ms`, "step");
   return [table([["", ""], ["planned", "r"], ["measured", "r"], ["error", "r"]], rows, "plan"), parts, times,
     known ? note(`Planned for ${plan.hardware}. The first 5 steps after a start are not measured.`)
-      : note("This machine is not calibrated, so that no speed is planned, and memory is without what its processes hold beside tensors: crius plan --calibrate measures it.")];
+      : note("This machine is not calibrated. The plan has no speed, and its memory counts tensors only, not the rest of the processes. crius plan --calibrate measures both.")];
 }
 const sum = (parts) => { const values = Object.values(parts || {}).filter(isNumber); return values.length ? values.reduce((a, b) => a + b, 0) : null; };
 const gib = (value) => `${(value / GIB).toFixed(2)} GiB`;
@@ -449,7 +449,7 @@ function remarks(run) {
   return [
     run.damaged ? `${many(run.damaged, "damaged line")} of metrics.jsonl ${run.damaged === 1 ? "is" : "are"} left out.` : null,
     run.records ? null : "No step has been reported yet.",
-    !run.summary && run.records ? `There is no summary of an end after step ${grouped(run.steps)}: the run still trains, or ended without one. Its last record is of ${moment(run.last_record)}.` : null,
+    !run.summary && run.records ? `The run has no summary after step ${grouped(run.steps)}: it still trains, or it ended without a summary. Its last record was written ${moment(run.last_record)}.` : null,
   ].filter(Boolean).map((text) => el("p", { class: "remark" }, alone ? text : `${run.name}: ${text}`));
 }
 
@@ -460,7 +460,7 @@ function details(run) {
     trouble.length ? section(run.restarts.length && run.incidents.length ? "Restarts and incidents" : run.restarts.length ? "Restarts" : "Incidents", trouble) : null,
     section("Plan and measurement", planTable(run)),
     section("What was run", el("h3", {}, "Settings that are not the defaults"), settingsTable(run), el("h3", {}, "Machine, versions, data"),
-      machine(run) || note("starts.jsonl, which says this, is missing."), el("h3", {}, "Repeat it"), el("pre", { class: "command" }, `crius train --config ${run.path}/run.toml`)),
+      machine(run) || note("starts.jsonl, which has these facts, is missing."), el("h3", {}, "Repeat it"), el("pre", { class: "command" }, `crius train --config ${run.path}/run.toml`)),
   ];
 }
 
@@ -470,7 +470,7 @@ function verdicts() {
   return el("ul", { class: "verdicts" }, shown.apart.map((one, i) => {
     const b = runs[i + 1].name, a = runs[0].name, name = el("span", { class: "key" }, el("i", { "data-colour": i + 1 }), el("b", {}, b));
     if (!one.num_steps) return el("li", {}, name, ` and ${a} have no step in common.`);
-    if (one.num_not_finite) return el("li", {}, name, ` and ${a} have ${many(one.num_not_finite, "common step")} in which a loss is not finite, from step ${grouped(one.parts)} on, of ${grouped(one.num_steps)}.`);
+    if (one.num_not_finite) return el("li", {}, name, ` and ${a} have ${many(one.num_not_finite, "common step")} with a loss that is not finite, from step ${grouped(one.parts)} on; common steps: ${grouped(one.num_steps)}.`);
     if (!one.largest) return el("li", {}, name, ` has the losses of ${a}, to the last bit, in all ${many(one.num_steps, "common step")}.`);
     return el("li", {}, name, " is ", el("b", { class: "apart" }, small(one.largest, 1)), ` apart from ${a}: the largest relative difference of the loss over ${many(one.num_steps, "common step")}, in step ${grouped(one.step)}. `,
       one.parts === null ? `No step differs by more than ${exponentOf(shown.tolerance)}.` : `Step ${grouped(one.parts)} is the first that differs by more than ${exponentOf(shown.tolerance)}.`);
@@ -516,7 +516,7 @@ function draw() {
   } });
   const shownSmoothing = el("output", {}, smoothing.toFixed(2));
   const thinned = runs.filter((run) => run.points).map((run) =>
-    `${alone ? "" : run.name + ": "}${grouped(run.records)} records are drawn as at most ${grouped(run.points)} points per curve. The least and the largest value of each group of records are kept.`);
+    `${alone ? "" : run.name + ": "}${grouped(run.records)} records are drawn as at most ${grouped(run.points)} points per curve. The smallest and the largest value of each group of records are kept.`);
   const kindsOfMarks = new Set(marks.map((one) => one.kind));
   const toolbar = el("div", { class: "toolbar" },
     el("label", {}, "Smoothing ", slider, shownSmoothing),
