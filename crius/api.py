@@ -269,7 +269,8 @@ def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> N
     finally:
         if process.poll() is None:  # a sink has failed: save, and end
             process.terminate()
-        code = process.wait()
+        process.communicate()  # a child that waits for its lines to be read would never end
+        code = process.returncode
     if code and code not in STOPPED:
         raise _error_of("".join(lines), folder, code)
 
@@ -325,7 +326,11 @@ class _NewRecords:
                 self._file, self._place = found.st_ino, 0
         for line in _lines_of(self._metrics, self._place):
             self._place += len(line)
-            told = json.loads(line)
+            try:
+                told = json.loads(line)
+                told["step"] += 0  # a number
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # a damaged line, which reports count
             kind = "loss" if "loss" in told else f"validation {told.get('val_set')}"
             if told["step"] > max(self._step, starts[0]):
                 self._step, self._seen = told["step"], set()

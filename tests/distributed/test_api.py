@@ -17,7 +17,7 @@ import torch
 from harness import ROOT, TEXT, crius_process
 
 import crius
-from crius.api import _error_of, _NewRecords
+from crius.api import _error_of, _NewRecords, _train_apart
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError, NonFiniteError
 
@@ -199,6 +199,22 @@ def test_two_ranks_train_in_a_child_and_each_record_comes_once_though_a_restart_
     assert (run.state, notes.num_closed, len(run.starts)) == ("finished", 1, 2)
 
 
+STUBBORN = """import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (sys.stdout.write("x" * 200_000), sys.exit(0)))
+print("go", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_child_that_prints_more_than_a_pipe_holds_while_it_stops_ends(tmp_path, monkeypatch):
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([sys.executable, "-c", STUBBORN], **more))
+    monkeypatch.setattr(_NewRecords, "give", lambda self, sinks: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _train_apart([], tmp_path, [Notes()])
+
+
 def test_the_last_error_that_a_child_prints_is_raised(tmp_path):
     text = "step 1\nDataError: old\n  fix    x\nlog\nNonFiniteError: step 3: nan.\n  why    so\nrun folder: runs/a\n"
     error = _error_of(text, tmp_path, 1)
@@ -227,7 +243,7 @@ def test_records_of_before_are_not_given(tmp_path):
         file.write('{"step": 2, "lo')
     records.give([notes])
     assert notes.records == []
-    metrics.write_text("")
+    metrics.write_text('damaged\n{"step": "2", "loss": 1}\n[]\n')  # such lines are left out
     for step, loss in ((1, 3.0), (2, None), (2, 9.0)):
         add(metrics, record | {"step": step, "loss": loss})
     records.give([notes])
