@@ -76,6 +76,7 @@ def test_names_of_other_trainers_are_found(explain, written, name):
     [
         ("optimizer.lrr", "did you mean optimizer.lr?"),
         ("fp16", "bfloat16 needs none"),
+        ("quantize.dense", "quantize.dense is a section, not a setting."),
         ("zzz", "there is no such setting"),
         ("zzz.seq_len", "there is no such setting"),
     ],
