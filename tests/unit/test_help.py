@@ -6,6 +6,7 @@ import harness
 import pytest
 
 from crius import cli
+from crius.cli.app import app
 from crius.cli.help import COMMON, SECTIONS, _cut
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
@@ -28,6 +29,7 @@ def crius(capsys):
 def show(crius, monkeypatch):
     """The lines of a page of help, on a terminal of 110 columns."""
     monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setattr(app, "_fallback_console", None)  # that of an earlier test has the width of then
 
     def lines(*argv):
         code, out, err = crius(*argv)

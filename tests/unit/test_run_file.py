@@ -132,6 +132,9 @@ def log_of(run_dir):
 
 def test_logging_goes_on_without_the_terminal(tmp_path, monkeypatch):
     class Closed:
+        def isatty(self):
+            return True
+
         def write(self, text):
             raise OSError(errno.EIO, "Input/output error")
 
