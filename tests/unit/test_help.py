@@ -4,6 +4,7 @@ import re
 
 import harness
 import pytest
+from rich.console import Console
 
 from crius import cli
 from crius.cli.app import app
@@ -29,7 +30,7 @@ def crius(capsys):
 def show(crius, monkeypatch):
     """The lines of a page of help, on a terminal of 110 columns."""
     monkeypatch.setenv("COLUMNS", "110")
-    monkeypatch.setattr(app, "_fallback_console", None)  # that of an earlier test has the width of then
+    monkeypatch.setattr(app, "_console", Console(width=110))  # the one kept has an older width
 
     def lines(*argv):
         code, out, err = crius(*argv)
