@@ -31,6 +31,7 @@ from crius.tools.report.runs import history_state
 if TYPE_CHECKING:
     import torch
 
+    from crius.config.facts import Facts
     from crius.launch.environment import Placement
     from crius.models.decoder import Decoder
     from crius.train.loop import Loop
@@ -150,7 +151,7 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
         if facts.num_ranks > 1:
             _train_apart(words, folder, sinks)
         else:
-            _train_here(facts.config, folder, sinks)
+            _train_here(facts, folder, sinks)
     return load_run(folder)
 
 
@@ -179,14 +180,13 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{name}={value}"] if is_word else flag(name, value)
 
 
-def _train_here(config: RunConfig, folder: Path, sinks: Sequence[Sink]) -> None:
+def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:
     """Train as the only rank, in this process."""
     from crius.cli.train import own, run_tools
     from crius.launch.crew import attempt
     from crius.launch.environment import single_placement
     from crius.launch.report import report_path
     from crius.train import job
-    from crius.train.inputs import open_run_corpus
 
     raised: list[BaseException] = []
     tools = run_tools()
@@ -197,16 +197,14 @@ def _train_here(config: RunConfig, folder: Path, sinks: Sequence[Sink]) -> None:
 
     def train(placement: "Placement") -> None:
         try:
-            job.run(config, folder, started, placement, tools=dataclasses.replace(tools, prepare=prepare))
+            job.run(facts.config, folder, started, placement, tools=dataclasses.replace(tools, prepare=prepare))
         except BaseException as error:
             raised.append(error)
             raise
 
     with contextlib.ExitStack() as stack:
         started = time.monotonic()
-        own(config, folder, stack)
-        if config.data.source != "huggingface":
-            open_run_corpus(config, 1)
+        own(facts, folder, None, stack)
         report_path(folder / "logs", 0).unlink(missing_ok=True)
         stack.enter_context(_process_as_before())
         # of the launcher "local": a second interrupt must not end this process

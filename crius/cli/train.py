@@ -81,13 +81,7 @@ def train(
     run = facts.config
 
     with contextlib.ExitStack() as stack:
-        locks = own(run, folder, stack) if placement is None or placement.rank == 0 else []
-        if placement is None and run.data.source != "huggingface":
-            # bad data is one message here, before there are workers to say it N times; a stream's threads cannot be
-            # forked
-            from crius.train.inputs import open_run_corpus
-
-            open_run_corpus(run, facts.data_parallel_ranks)
+        locks = own(facts, folder, placement, stack)
         code = _start(run, folder, placement, facts.num_ranks, strict, locks)
     return _end(facts, folder, placement, code)
 
@@ -147,18 +141,26 @@ def _explain(story: "Story", what: str, said: str) -> OutOfMemoryError:
     return explain(story, what, said)
 
 
-def own(run: RunConfig, folder: Path, stack: contextlib.ExitStack) -> list[RunLock]:
-    """Lock the folders of a run while ``stack`` is open, and check whether it can resume from their contents."""
+def own(facts: Facts, folder: Path, placement: Placement | None, stack: contextlib.ExitStack) -> list[RunLock]:
+    """Lock the folders of a run while ``stack`` is open, and check its checkpoints and its data before it starts.
+
+    Only rank 0 does so under a launcher, and it leaves the data to the ranks.
+    """
     from crius.launch.lock import run_lock
-    from crius.train.inputs import check_resume, own_checkpoint_folder
+    from crius.train.inputs import check_resume, open_run_corpus, own_checkpoint_folder
     from crius.train.saving import check_space
 
+    run = facts.config
+    if placement and placement.rank:
+        return []
     locks = [stack.enter_context(run_lock(folder, "train"))]  # before any file of a run in the folder is touched
     checkpoints = own_checkpoint_folder(run, folder)
     if checkpoints and not checkpoints.resolve().is_relative_to(folder.resolve()):
         locks.append(stack.enter_context(run_lock(checkpoints, "train")))  # another run may have the same one
     check_resume(run, folder)
     check_space(run, folder)
+    if placement is None and run.data.source != "huggingface":  # a stream's threads cannot be forked
+        open_run_corpus(run, facts.data_parallel_ranks)  # bad data is one message here, not one of each worker
     return locks
 
 

@@ -37,11 +37,6 @@ class Corpus:
     token_bytes: npt.NDArray[np.int32]
     description: tuple[str, ...]
 
-    @property
-    def validation(self) -> HeldOut | None:
-        """The first of ``held_out``; None without one."""
-        return next(iter(self.held_out.values()), None)
-
 
 def open_corpus(
     data: DataConfig,

@@ -106,10 +106,10 @@ def test_no_label_of_100_rows_is_wrong(tmp_path, tokenizer, source):
         held = lambda number: number % 4 == 3  # noqa: E731
     else:
         documents = corpus.train.file.documents
-        cut = int(np.searchsorted(documents, corpus.validation.first_token))
-        assert documents[cut] == corpus.validation.first_token
+        cut = int(np.searchsorted(documents, corpus.held_out[""].first_token))
+        assert documents[cut] == corpus.held_out[""].first_token
         held = lambda number: number >= cut  # noqa: E731
-    for part, of_part, count in ((corpus.train, False, 100), (corpus.validation, True, 30)):
+    for part, of_part, count in ((corpus.train, False, 100), (corpus.held_out[""], True, 30)):
         texts = [text for number, text in enumerate(TEXTS) if held(number) == of_part]
         places = expected(texts, tok, start, tok.eos_id)
         if not adds_bos:  # where the EOS is the start, a stream begins with its text, as it always did

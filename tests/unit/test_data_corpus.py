@@ -33,7 +33,7 @@ def test_held_out_tokens_are_never_trained_on(tmp_path):
     opened = corpus(jsonl(tmp_path, documents(200)))
     n = opened.train.num_samples
     trained = opened.train.read(range(3 * n))[0]
-    held = opened.validation.read(range(opened.validation.num_samples))[0]
+    held = opened.held_out[""].read(range(opened.held_out[""].num_samples))[0]
 
     def numbers(tokens):
         rows = ("".join(chr(token) if token < 256 else "|" for token in row) for row in tokens)
@@ -42,22 +42,22 @@ def test_held_out_tokens_are_never_trained_on(tmp_path):
     assert len(numbers(trained)) > 100 and len(numbers(held)) > 10
     assert not numbers(trained) & numbers(held)
     total = opened.train.file.meta.num_tokens
-    assert opened.train.last_token == opened.validation.first_token
-    assert opened.validation.last_token == total
-    assert abs((total - opened.validation.first_token) / total - 0.1) < 31 / total  # one document
+    assert opened.train.last_token == opened.held_out[""].first_token
+    assert opened.held_out[""].last_token == total
+    assert abs((total - opened.held_out[""].first_token) / total - 0.1) < 31 / total  # one document
 
 
 def test_the_cut_is_at_a_document_unless_the_last_one_is_too_long(tmp_path):
     opened = corpus(jsonl(tmp_path, documents(200)))
-    assert opened.validation.first_token in opened.train.file.documents
+    assert opened.held_out[""].first_token in opened.train.file.documents
     whole = corpus(jsonl(tmp_path, ["x" * 5000], "one.jsonl"))
-    assert whole.validation.first_token == round(5001 * 0.9)
+    assert whole.held_out[""].first_token == round(5001 * 0.9)
 
 
 def test_validation_on_or_off_trains_on_the_same_tokens(tmp_path):
     data = jsonl(tmp_path, documents(50))
     off, on = (corpus(data, ValidationConfig(interval=interval)) for interval in (0, 5))
-    assert off.validation is None and on.validation is not None
+    assert off.held_out == {} and list(on.held_out) == [""]
     assert off.train.last_token == on.train.last_token < on.train.file.meta.num_tokens
 
 
@@ -71,7 +71,7 @@ def test_validation_on_other_files_holds_nothing_out(tmp_path):
     other = jsonl(tmp_path, ["y" * 100], "b.jsonl").path
     opened = corpus(data, ValidationConfig(path=other))
     assert opened.train.last_token == opened.train.file.meta.num_tokens
-    assert set(opened.validation.read(range(6))[0].ravel().tolist()) <= {ord("y"), 256}
+    assert set(opened.held_out[""].read(range(6))[0].ravel().tolist()) <= {ord("y"), 256}
     with pytest.raises(DataError, match=r"missing.jsonl does not exist(?s:.)*--validation.path"):
         corpus(data, ValidationConfig(path=("missing.jsonl",)))
 
@@ -82,7 +82,7 @@ def test_named_sets_are_held_out_each_on_its_own(tmp_path):
         f"{name}={jsonl(tmp_path, [name * 60], f'{name}{number}.jsonl').path[0]}" for name in "xy" for number in "12"
     ]
     opened = corpus(data, ValidationConfig(path=tuple(paths)))
-    assert list(opened.held_out) == ["x", "y"] and opened.validation is opened.held_out["x"]
+    assert list(opened.held_out) == ["x", "y"]
     for name, part in opened.held_out.items():
         assert set(part.read(range(7))[0].ravel().tolist()) == {ord(name), 256} and part.num_samples == 7
     assert [line.split(":")[0] for line in opened.description] == ["corpus", "train", "validation x", "validation y"]
@@ -189,5 +189,5 @@ def test_a_stream_is_a_corpus(tmp_path):
     jsonl(tmp_path, documents(50))
     data = DataConfig(source="huggingface", path=(str(tmp_path),), virtual_shards=2)
     opened = corpus(data)
-    assert opened.train.num_shards == 2 and opened.validation.num_samples > 0
+    assert opened.train.num_shards == 2 and opened.held_out[""].num_samples > 0
     assert "2 times the download" in opened.description[0]

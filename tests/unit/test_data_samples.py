@@ -201,7 +201,7 @@ def test_whole_conversations_are_held_out_and_only_answers_are_trained_on(chat):
             for documents in read_shown(source, range(source.num_samples), opened.tokenizer).values()
             for one in documents
         ]
-        for source in (opened.train, opened.validation)
+        for source in (opened.train, opened.held_out[""])
     )
     numbers = [sorted(one.conversation for one in part if not one.is_padding) for part in (trained, held)]
     assert numbers == [list(range(54)), list(range(54, 60))], "the last tenth"
@@ -244,7 +244,7 @@ def test_a_prepared_folder_of_conversations_is_the_same_data(chat, tmp_path, wor
 def test_validation_on_other_files_packs_them_alike(chat, tmp_path):
     other = write_conversations(tmp_path / "other.jsonl", 9)
     opened = corpus(chat, validation=ValidationConfig(path=(str(other),)))
-    assert opened.train.num_used == 60 and opened.validation.num_used == 9
+    assert opened.train.num_used == 60 and opened.held_out[""].num_used == 9
     assert any("held out of jsonl" in line for line in opened.description)
 
 
