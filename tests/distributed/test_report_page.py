@@ -141,6 +141,17 @@ def test_it_tells_what_happened(broken):
             assert part in text
 
 
+def test_it_shows_what_the_model_says(broken, tmp_path):
+    prompts = [word for prompt in ("The ", "<b>") for word in ("--prompt", prompt)]
+    assert cli.main(["generate", str(broken), *prompts, "--max_new_tokens", "20", "--device", "cpu"]) == 0
+    kept = [json.loads(line) for line in (broken / "samples.jsonl").read_text().splitlines()]
+    assert cli.main(["report", str(broken), "--out", str(tmp_path / "said.html")]) == 0
+    with opened(tmp_path / "said.html") as page:
+        texts = page.locator(".sample pre").evaluate_all("all => all.map(one => one.textContent)")
+        assert texts == [one["prompt"] + one["text"] for one in kept] and len(texts) == 2
+        assert "step 30 · most probable tokens" in page.locator(".sample figcaption").first.inner_text()
+
+
 def test_pointing_at_a_chart_shows_its_values(broken):
     records = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}

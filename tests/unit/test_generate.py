@@ -12,6 +12,7 @@ import pytest
 from harness import ROOT
 from tiny_source import CHATML, runner, save_source
 
+from crius import cli
 from crius.data.chat import renderer
 from crius.data.chat.renderer import render_chat
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
@@ -69,6 +70,36 @@ def test_the_first_token_waits_for_no_import_of_what_shards_or_compiles(source):
     command = [sys.executable, "-c", code, str(source)]
     done = subprocess.run(command, text=True, capture_output=True, timeout=120, env=environ, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_keeps_the_first_texts_of_each_command_for_its_report(generate, source, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert cli.main(["import", str(source), str(run)]) == 0
+    capsys.readouterr()
+
+    def samples(*flags):
+        code, out, err = generate("--prompt", "a", "--max_new_tokens", 4, *flags, src=run)
+        assert code == 0 and "warning" not in err
+        return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()], out
+
+    [greedy], out = samples()
+    assert greedy["prompt"] + greedy["text"] + "\n" == out and greedy["step"] == 0
+    [again], _ = samples()
+    assert again["text"] == greedy["text"] and again["time"] > greedy["time"]
+    found, _ = samples("--temperature", 1, "--seed", 3, *(20 * ["--prompt", "b" * 5000]))
+    assert [(one["temperature"], len(one["prompt"])) for one in found] == [(0, 1), (1, 1), (1, 4003)]
+
+
+def test_texts_that_cannot_be_kept_are_a_warning(generate, source, tmp_path):
+    run = tmp_path / "run"
+    assert cli.main(["import", str(source), str(run)]) == 0
+    (run / "samples.jsonl").mkdir()
+    code, _, err = generate("--prompt", "a", "--max_new_tokens", 4, src=run)
+    assert code == 0 and "samples.jsonl cannot be written (Is a directory): the report will not have this text" in err
+
+
+def test_a_folder_that_is_no_run_keeps_no_text(generate, source):
+    assert generate("--prompt", "a", "--max_new_tokens", 4)[0] == 0 and not (source / "samples.jsonl").exists()
 
 
 def test_a_batch_answers_as_each_prompt_alone(rows):

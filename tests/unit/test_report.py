@@ -168,6 +168,14 @@ def test_incidents_are_told_in_the_order_of_steps_with_their_texts(tmp_path):
     assert (unread["step"], unread["text"]) == (None, "This file cannot be read.")
 
 
+def test_samples_are_those_since_the_run_began_by_prompt_and_step(tmp_path):
+    told = [(5, "b", 3), (6, "a", 3), (7, "b", 6), (8, "b", 5), (-1, "of an earlier run", 9)]
+    lines = [{"time": 1.8e9 + when, "step": step, "prompt": prompt, "text": "x"} for when, prompt, step in told]
+    text = "".join(json.dumps(line) + "\n" for line in [*lines, {"time": 1.9e9, "prompt": 1}, []])
+    [found] = shown(write_run(tmp_path / "run", files={"samples.jsonl": text}))["runs"]
+    assert [(one["prompt"], one["step"]) for one in found["samples"]] == [("b", 3), ("b", 5), ("b", 6), ("a", 3)]
+
+
 def test_a_summary_of_before_the_run_went_on_is_not_shown(tmp_path):
     summary = {"steps": 2, "stopped_by": None, "seconds": {"compute": 1.0}}
     runs = [

@@ -141,6 +141,14 @@ def test_a_validation_far_from_the_end_is_found(tmp_path):
     assert (run_row(tmp_path / "run").step, run_row(tmp_path / "run").val_loss) == (399, 2.5)
 
 
+def test_of_several_validation_sets_the_first_is_listed_as_in_the_summary(tmp_path):
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, name, loss in ((1, "web", 5.0), (1, "code", 6.0), (3, "web", 2.0), (3, "code", 4.0)):
+            file.write(json.dumps({"step": step, "val_loss": loss, "val_set": name}) + "\n")
+    assert run_row(run).val_loss == 2.0
+
+
 def test_hostile_runs_are_listed(tmp_path):
     for name, content in (
         ("cut", '{"step": 1, "loss": 3.0}\n{"step": 2, "lo'),

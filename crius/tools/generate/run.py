@@ -12,6 +12,7 @@ from torch import Tensor
 
 from crius.models.decode import generate, sample
 from crius.redact import printable
+from crius.tools.generate.samples import keep_samples
 from crius.tools.generate.settings import Prompt, Settings
 from crius.tools.generate.source import Source
 from crius.tools.generate.stream import TextStream
@@ -120,7 +121,7 @@ def _pick(settings: Settings, numbers: range) -> Callable[[Tensor], Tensor]:
 
 
 def answer_all(source: Source, prompts: Sequence[Prompt], settings: Settings, started: float, *, as_json: bool) -> None:
-    """Answer ``prompts`` batch by batch and print the answers.
+    """Answer ``prompts`` batch by batch, print the answers, and keep the first ones for the report of the run.
 
     Args:
         source: the model and its tokenizer.
@@ -135,15 +136,18 @@ def answer_all(source: Source, prompts: Sequence[Prompt], settings: Settings, st
     for first in range(0, len(prompts), settings.batch_size):
         batch = prompts[first : first + settings.batch_size]
         if as_json:
-            for one in answer(source, batch, settings, first=first):
+            answers = answer(source, batch, settings, first=first)
+            for one in answers:
                 _write(json.dumps(asdict(one)) + "\n", is_data=True)
         else:
-            _print_batch(source, batch, settings, first, started, is_alone=len(prompts) == 1)
+            answers = _print_batch(source, batch, settings, first, started, is_alone=len(prompts) == 1)
+        if first == 0:
+            keep_samples(source.weights, [(one.prompt, one.text) for one in answers], settings)
 
 
 def _print_batch(
     source: Source, batch: Sequence[Prompt], settings: Settings, first: int, started: float, *, is_alone: bool
-) -> None:
+) -> list[Answer]:
     """Answer and print: a single prompt's answer as it comes, several answers one after the other."""
     is_stream = len(batch) == 1
     times: list[float] = []
@@ -169,6 +173,7 @@ def _print_batch(
     count, speed = sum(len(one.tokens) for one in answers), sum(one.tokens_per_second for one in answers)
     when = f", first one {times[0]:.1f} s after the start" if first == 0 else ""
     sys.stderr.write(f"({count} tokens, ended by {reasons}, {speed:,.1f} tokens/s{when})\n")
+    return answers
 
 
 def _write(text: str, *, is_data: bool = False) -> None:

@@ -31,6 +31,8 @@ class RunHistory:
         plan: ``plan.json``; None if the file is missing.
         incidents: names and contents of the files in ``incidents/``, JSON or text.
         recoveries: one mapping per restart after a failure; see ``crius.train.reports.Recovery``.
+        samples: one mapping per text that a model of this run generated, in order of time; see
+            ``crius.tools.generate.samples``.
         num_damaged: number of lines of ``metrics.jsonl`` that cannot be read.
     """
 
@@ -43,6 +45,7 @@ class RunHistory:
     plan: dict[str, Any] | None
     incidents: dict[str, Any]
     recoveries: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     num_damaged: int = 0
 
     @property
@@ -69,6 +72,7 @@ def read_run(path: Path) -> RunHistory:
             sets.setdefault(str(record.get("val_set") or ""), _Rows()).add(record)
     starts = [start for start in _records(path / "starts.jsonl") if start]
     first = max((number for number, start in enumerate(starts) if not start.get("step")), default=0)
+    began = finite(starts[first].get("time")) if starts else None
     return RunHistory(
         path=path,
         settings=_settings(path / "run.toml"),
@@ -79,8 +83,17 @@ def read_run(path: Path) -> RunHistory:
         plan=read_json(path / "plan.json"),
         incidents=dict(_incidents(path / "incidents")),
         recoveries=[recovery for recovery in _records(path / "logs" / "recoveries.jsonl") if recovery],
+        samples=list(_samples(path / "samples.jsonl", began or 0.0)),
         num_damaged=num_damaged,
     )
+
+
+def _samples(path: Path, began: float) -> Iterator[dict[str, Any]]:
+    """The samples since ``began``: a folder may have been used by an earlier run."""
+    for sample in _records(path):
+        is_whole = sample and isinstance(sample.get("prompt"), str) and isinstance(sample.get("text"), str)
+        if sample and is_whole and (finite(sample.get("time")) or 0.0) >= began:
+            yield sample
 
 
 def _records(path: Path) -> Iterator[dict[str, Any] | None]:

@@ -30,6 +30,9 @@ MOST_RESTARTS = 200
 MOST_INCIDENTS, INCIDENT_CHARACTERS, MOST_ROWS = 40, 12_000, 8
 """Most incidents of a report, characters of an incident's text, and rows of an incident's table."""
 
+MOST_SAMPLES = 24
+"""Most samples of a report; the newest samples are shown."""
+
 _MEASURED = {"tokens_per_second_per_rank", "step", "memory_gib"}
 
 
@@ -48,9 +51,7 @@ def payload(runs: Sequence[RunHistory], origins: Mapping[str, str] | None = None
     shown: dict[str, Any] = {
         "version": __version__,
         "written": time.time(),
-        "runs": [
-            _run(run, name, most, max(1, MOST_INCIDENTS // len(runs))) for run, name in zip(runs, names, strict=True)
-        ],
+        "runs": [_run(run, name, most, len(runs)) for run, name in zip(runs, names, strict=True)],
         "tolerance": TOLERANCE,
         "apart": [_apart(runs[0], run, most) for run in runs[1:]],
         "settings": [
@@ -71,12 +72,12 @@ def clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _run(run: RunHistory, name: str, most: int, most_incidents: int) -> dict[str, Any]:
+def _run(run: RunHistory, name: str, most: int, num_runs: int) -> dict[str, Any]:
     steps, numbers = run.steps.get("step", []), len(run.steps.get("step", []))
     curves = {key: curve(steps, run.steps[key]) for key in SHOWN if key in run.steps}
     curves = {key: found for key, found in curves.items() if any(value is not None for value in found[1])}
     sets = {key: curve(found["step"], found["val_loss"]) for key, found in run.validations.items()}
-    incidents = list(_incidents(run.incidents))
+    incidents, most_incidents = list(_incidents(run.incidents)), max(1, MOST_INCIDENTS // num_runs)
     summary = whole_summary(run)
     return {
         "name": name,
@@ -98,6 +99,7 @@ def _run(run: RunHistory, name: str, most: int, most_incidents: int) -> dict[str
         "incidents": incidents[:most_incidents],
         "more_incidents": max(0, len(incidents) - most_incidents),
         "plan": _plan(run, summary),
+        "samples": _samples(run, max(1, MOST_SAMPLES // num_runs)),
     }
 
 
@@ -152,6 +154,13 @@ def _restarts(run: RunHistory) -> list[dict[str, Any]]:
                 break
         found.append(row)
     return found
+
+
+def _samples(run: RunHistory, most: int) -> list[dict[str, Any]]:
+    """The newest samples, those of one prompt one after the other, by step."""
+    newest = run.samples[-most:]
+    places = {sample["prompt"]: place for place, sample in reversed(list(enumerate(newest)))}
+    return sorted(newest, key=lambda sample: (places[sample["prompt"]], finite(sample.get("step")) or 0))
 
 
 def _plan(run: RunHistory, summary: Mapping[str, Any] | None) -> dict[str, Any] | None:

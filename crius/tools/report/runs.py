@@ -50,7 +50,7 @@ class RunRow:
         step: last step with a record; None before the first record.
         steps: steps of the whole run; None if it ends by epochs or the number is unknown.
         loss: loss of ``step``, in nats; None if it is not finite or missing.
-        val_loss: loss of the last validation, in nats.
+        val_loss: loss of the first validation set in the last validation, in nats.
         tokens_per_second: speed of all ranks together in the last record.
         goodput: share of the time, in [0, 1], that went into steps that count.
         age_seconds: seconds since the last record, or since the run folder was claimed.
@@ -122,9 +122,9 @@ def _row(path: Path, name: str) -> RunRow:
     training, checkpoint = _section(text, "training"), _section(text, "checkpoint")
     lines = _tail(metrics, _TAIL)
     last, summary = _last(lines, "loss"), read_json(path / "summary.json") or {}
-    validation = _last(lines, "val_loss")
+    validation = _first_set(lines)
     if validation is None and _section(text, "validation").get("interval"):
-        validation = _last(_tail(metrics, _LONG_TAIL), "val_loss")
+        validation = _first_set(_tail(metrics, _LONG_TAIL))
     found = last or {}
     step = _whole(found.get("step"))
     state = state_of(path, summary, step, _last_start(path), saves=checkpoint.get("enable") is not False)
@@ -212,6 +212,17 @@ def _tail(path: Path, num_bytes: int) -> list[bytes]:
 
 def _last(lines: Sequence[bytes], name: str) -> dict[str, Any] | None:
     """The last JSON object with a field called ``name``."""
+    return next(_newest(lines, name), None)
+
+
+def _first_set(lines: Sequence[bytes]) -> dict[str, Any] | None:
+    """The record of the first validation set in the last step that was validated, as in ``summary.json``."""
+    records = list(_newest(lines, "val_loss"))
+    return next((record for record in reversed(records) if record.get("step") == records[0].get("step")), None)
+
+
+def _newest(lines: Sequence[bytes], name: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects with a field called ``name``, from the last one on."""
     key = f'"{name}"'.encode()
     for line in (line for line in reversed(lines) if key in line):
         try:
@@ -219,8 +230,7 @@ def _last(lines: Sequence[bytes], name: str) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             continue  # damaged, or still being written
         if isinstance(record, dict) and name in record:
-            return record
-    return None
+            yield record
 
 
 def run_lines(rows: Sequence[RunRow]) -> list[str]:

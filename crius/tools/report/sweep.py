@@ -22,7 +22,7 @@ from crius.tools.report.history import read_json
 from crius.tools.report.runs import RunRow, run_row, shown
 
 RUN_DIR = "job.run_dir"
-FILE = "sweep.json"
+FILE = ".sweep.json"
 PROGRAM = [sys.executable, "-m", "crius"]
 _OPTIONS = {"recipe": "", "layout": "", "nproc": 0}
 _POLL_SECONDS = 0.1

@@ -445,6 +445,14 @@ function machine(run) {
     [name, typeof value === "string" || value === null || value instanceof Array ? value : value === undefined ? null : String(value)]));
 }
 
+function sampleList(run) {
+  const how = (one) => [isNumber(one.step) ? `step ${grouped(one.step)}` : "", one.chat === true ? "chat" : "",
+    one.temperature ? `temperature ${cell(one.temperature)}` : "most probable tokens", one.top_k ? `top_k ${cell(one.top_k)}` : "",
+    isNumber(one.top_p) && one.top_p < 1 ? `top_p ${cell(one.top_p)}` : "", one.temperature ? `seed ${cell(one.seed)}` : ""];
+  return run.samples.map((one) => el("figure", { class: "sample" }, el("figcaption", {}, how(one).filter(Boolean).join(" · ")),
+    el("pre", {}, el("span", { class: "prompt" }, one.prompt), one.chat === true ? "\n" : "", one.text)));
+}
+
 function remarks(run) {
   return [
     run.damaged ? `${many(run.damaged, "damaged line")} of metrics.jsonl ${run.damaged === 1 ? "is" : "are"} left out.` : null,
@@ -456,6 +464,7 @@ function remarks(run) {
 function details(run) {
   const trouble = [restartTable(run), incidentList(run)].filter(Boolean);
   return [
+    section("Samples", sampleList(run)),
     section("Where the time went", timeTable(run)),
     trouble.length ? section(run.restarts.length && run.incidents.length ? "Restarts and incidents" : run.restarts.length ? "Restarts" : "Incidents", trouble) : null,
     section("Plan and measurement", planTable(run)),
