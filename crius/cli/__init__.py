@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = ConfigError(f"{' '.join(unwritten)} is not UTF-8.", where="command line", fix="rename the file")
         print(error, file=sys.stderr)
         return error.exit_code
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w"))
     SOURCES.origins.clear()
     is_parsed = False
     parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)

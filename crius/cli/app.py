@@ -130,8 +130,19 @@ def imports() -> list[str]:
 
 
 def emit(text: str) -> None:
-    """Print one line."""
-    sys.stdout.write(printable(text) + "\n")
+    """Print one line.
+
+    Raises:
+        BrokenPipeError: the reader has ended.
+        EnvironmentError: the line cannot be written, for example to a file on a full disk.
+    """
+    try:
+        sys.stdout.write(printable(text) + "\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence_stdout()  # what it still holds cannot be written either
+        raise EnvironmentError(f"standard output cannot be written: {error.strerror}.", where="the shell") from None
 
 
 def facts_of(

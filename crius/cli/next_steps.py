@@ -44,7 +44,9 @@ def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int)
     run, has_failed = facts.config, bool(code) and code not in STOPPED
     if has_failed and not (run.checkpoint.is_enabled and (folder / "run.toml").exists()):
         return
-    present = ", ".join(name for name in _LEFT if (folder / name).exists())
+    present = ", ".join(
+        name for name in _LEFT if ((folder / name).is_dir() if name.endswith("/") else (folder / name).is_file())
+    )
     emit(f"run folder: {folder}{present and f' ({present})'}")
     saved = _saved(run, folder)
     emit(f"saved: {saved or 'nothing'}")

@@ -11,7 +11,7 @@ from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
 from crius.redact import printable, redact
 from crius.tools.report.history import read_run
-from crius.tools.report.page import REPORT, write_report
+from crius.tools.report.page import REPORT, is_report, write_report
 
 
 @app.command
@@ -29,16 +29,25 @@ def report(
         raise ConfigError(
             "no run folder is given.", where="command line", fix="give a run folder: crius report runs/NAME"
         )
-    if out and out.is_dir():
-        raise ConfigError(f"{out} is a folder.", where="--out", fix=f"--out {out / REPORT}")
     histories = [read_run(path) for path in {path.resolve(): path for path in reversed(runs)}.values()][::-1]
     target = out or (histories[0].path / REPORT if len(histories) == 1 else Path(REPORT))
+    target = target.resolve() if target.is_symlink() else target
+    _check(target)
     write_report(histories, target)
     for history in histories:
         if not history.steps:
             sys.stderr.write(printable(f"{history.path}: no step has been reported yet\n"))
     emit(f"report: {target}")
     return 0
+
+
+def _check(out: Path) -> None:
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder.", where="--out", fix=f"--out {out / REPORT}")
+    if out.exists() and not is_report(out):
+        raise ConfigError(
+            f"{out} exists and is not a report.", where="--out", why="it would be lost", fix="--out another.html"
+        )
 
 
 def write_last_report(run: RunConfig, folder: Path) -> None:

@@ -33,7 +33,7 @@ from crius.cli.app import (
 from crius.config import rules
 from crius.config.facts import Facts
 from crius.config.run import RunConfig
-from crius.errors import ConfigError, OutOfMemoryError
+from crius.errors import ConfigError, EnvironmentError, OutOfMemoryError
 from crius.host import Machine
 from crius.launch.environment import FAULTS, Placement
 from crius.launch.lock import RunLock
@@ -146,7 +146,7 @@ def own(facts: Facts, folder: Path, placement: Placement | None, stack: contextl
 
     Only rank 0 does so under a launcher, and it leaves the data to the ranks.
     """
-    from crius.launch.lock import run_lock
+    from crius.launch.lock import remove_unused, run_lock
     from crius.train.inputs import check_resume, open_run_corpus, own_checkpoint_folder
     from crius.train.saving import check_space
 
@@ -154,6 +154,7 @@ def own(facts: Facts, folder: Path, placement: Placement | None, stack: contextl
     if placement and placement.rank:
         return []
     locks = [stack.enter_context(run_lock(folder, "train"))]  # before any file of a run in the folder is touched
+    stack.callback(remove_unused, folder)
     checkpoints = own_checkpoint_folder(run, folder)
     if checkpoints and not checkpoints.resolve().is_relative_to(folder.resolve()):
         locks.append(stack.enter_context(run_lock(checkpoints, "train")))  # another run may have the same one
@@ -206,7 +207,7 @@ def _end(facts: Facts, folder: Path, placement: Placement | None, code: int) -> 
         write_last_report(facts.config, folder)
         try:
             say_next(facts, folder, placement, code)
-        except BrokenPipeError:  # the run has ended all the same
+        except (BrokenPipeError, EnvironmentError):  # nobody reads it; the run has ended all the same
             silence_stdout()
     if code and placement:
         leave(code)  # a normal exit would wait for peers that may be gone

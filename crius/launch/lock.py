@@ -137,6 +137,18 @@ def run_lock(run_dir: Path, command: str) -> Iterator[RunLock]:
         lock.release()
 
 
+def remove_unused(run_dir: Path) -> None:
+    """Remove the folder of a run that was refused: it holds nothing but empty folders and the lock of this process."""
+    with contextlib.suppress(OSError):  # a folder that is not empty
+        if (run_dir / "run.toml").exists():
+            return
+        for folder in [path for path in run_dir.iterdir() if path.is_dir()]:
+            folder.rmdir()
+        if os.listdir(run_dir) == [NAME]:
+            (run_dir / NAME).unlink()
+            run_dir.rmdir()
+
+
 def keep_all(locks: Sequence[RunLock]) -> None:
     """``RunLock.keep`` of each."""
     for lock in locks:

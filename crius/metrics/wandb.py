@@ -22,6 +22,7 @@ ID = "wandb_id.txt"
 PATIENCE = 30.0
 """Seconds that W&B gets to log in, and at the end of the run to send the remaining records."""
 
+_SILENT = 2.0  # seconds of waiting that need no line in the log
 _MOST_WAITING = 10_000
 
 
@@ -60,7 +61,10 @@ class WandbSink:
         """Wait a limited time until W&B has taken the remaining records."""
         with contextlib.suppress(queue.Full):
             self._records.put(None, timeout=1)
-            self._thread.join(PATIENCE)
+            self._thread.join(_SILENT)
+            if self._thread.is_alive():
+                log.info("waiting up to %.0f s for W&B to take the remaining records", PATIENCE)
+                self._thread.join(PATIENCE - _SILENT)
         if self._thread.is_alive():
             log.warning("W&B did not take all records in %.0f s: wandb sync sends them", PATIENCE)
 

@@ -167,6 +167,21 @@ def test_pointing_at_a_chart_shows_its_values(broken):
         assert readout(page, "loss")[0].endswith(" · non-finite: skipped")
 
 
+def test_a_run_that_ended_earlier_has_no_values_later_and_own_steps_are_named(tmp_path):
+    long, short = (
+        write_run(tmp_path / name, [3.0 - step / 100 for step in range(count)])
+        for name, count in (("long", 100), ("short", 20))
+    )
+    sparse = write_run(tmp_path / "sparse", [3.0 - step / 100 for step in range(100)])
+    lines = (sparse / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (sparse / "metrics.jsonl").write_text("".join(lines[9::10]))
+    assert cli.main(["report", *map(str, (long, short, sparse)), "--out", str(tmp_path / "three.html")]) == 0
+    with opened(tmp_path / "three.html") as page:
+        assert readout(page, "loss") == ("last, step 100", ["2.0100", "2.8100 (step 20)", "2.0100"])
+        hover(page, "loss", (68 - 1) / 99)
+        assert readout(page, "loss") == ("step 68", ["2.3300", "\u2013", "2.3100 (step 70)"])
+
+
 def test_dragging_zooms_all_charts_and_a_double_click_shows_all_again(broken):
     with opened(broken / "report.html") as page:
         box = hover(page, "loss", 0.4)

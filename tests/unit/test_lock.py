@@ -67,6 +67,16 @@ def test_a_folder_that_was_left_is_free(tmp_path):
     assert (tmp_path / "run.lock").read_text() == ""
 
 
+def test_the_folder_of_a_refused_run_is_removed_and_that_of_another_run_is_not(tmp_path):
+    for name in ("refused", "begun"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        with lock.run_lock(tmp_path / name, "train"):
+            if name == "begun":
+                (tmp_path / name / "logs" / "rank-0.log").touch()
+            lock.remove_unused(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"] and (tmp_path / "begun" / "run.lock").exists()
+
+
 def test_an_owner_on_another_host_is_named(tmp_path, monkeypatch):
     with lock.run_lock(tmp_path, "train"):
         monkeypatch.setattr(lock.platform, "node", lambda: "elsewhere")

@@ -1,6 +1,7 @@
 import hashlib
 import html.parser
 import json
+import os
 import re
 import stat
 from base64 import b64encode
@@ -273,14 +274,43 @@ def test_the_verb_writes_into_the_folder_of_one_run_or_here(tmp_path, monkeypatc
         (["missing"], 2, "missing does not exist.*fix +give the folder of a run"),
         (["."], 2, r"\. is not a run folder: it has no run.toml and no metrics.jsonl"),
         (["run", "--out", "run"], 2, "run is a folder.*--out run/report.html"),
+        (["run", "--out", "run/metrics.jsonl"], 2, "run/metrics.jsonl exists and is not a report.*would be lost"),
+        (["run", "--out", "link.html"], 2, "run.toml exists and is not a report"),
+        (["run", "--out", "pipe"], 2, "pipe exists and is not a report"),
         (["run", "--out", "run/run.toml/report.html"], 1, "report.html cannot be written: File exists.*--out"),
     ],
 )
 def test_wrong_arguments_are_answered(arguments, code, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
-    assert cli.main(["report", *arguments]) == code
+    (tmp_path / "link.html").symlink_to("run/run.toml")
+    os.mkfifo(tmp_path / "pipe")
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert cli.main(["report", *arguments]) == code and (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert re.search(said, capsys.readouterr().err, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["run.toml", "metrics.jsonl", "starts.jsonl"])
+def test_a_run_whose_files_cannot_be_read_has_no_report(name, tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / name).unlink()
+    (run / name).mkdir()
+    assert cli.main(["report", str(run)]) == 1
+    assert f"{run / name} cannot be read: is a directory" in capsys.readouterr().err
+    assert not (run / "report.html").exists()
+
+
+def test_incidents_that_cannot_be_read_say_so(tmp_path):
+    run = write_run(tmp_path / "run")
+    for name in ("step-1.json", "hang-0.txt"):
+        (run / "incidents" / name).mkdir(parents=True)
+    texts = [incident["text"] for incident in shown(run)["runs"][0]["incidents"]]
+    assert texts == ["This file cannot be read: Is a directory.", "This file cannot be read."]
+
+
+def test_losses_that_are_not_finite_are_counted(tmp_path):
+    [found] = shown(write_run(tmp_path / "run", (3.0, None, float("nan"), 2.0)))["runs"]
+    assert found["not_finite"] == {"number": 2, "first": 2}
 
 
 def test_a_run_without_a_record_has_a_report_that_says_so(tmp_path, capsys):
@@ -301,7 +331,7 @@ def test_a_run_without_a_record_has_a_report_that_says_so(tmp_path, capsys):
     ],
 )
 def test_files_with_other_content_than_a_run_writes_break_nothing(broken, tmp_path):
-    run = write_run(tmp_path / "run", files=broken, fields={"lr": "fast", "mfu": [1], "grad_norm": True})
+    run = write_run(tmp_path / "run", files=broken, fields={"lr": "fast", "mfu": [1], "grad_norm": 10**400})
     [found] = shown(run)["runs"]
     assert found["records"] == 3 and found["curves"].keys() == {"loss", "tokens_per_second", "memory_gib", "goodput"}
 

@@ -111,13 +111,18 @@ def test_wandb_that_fails_is_warned_of_and_the_run_goes_on(fails_at, service, tm
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_wandb_that_hangs_holds_up_neither_a_record_nor_the_end(service, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("number", "waits"), [(10_001, False), (1, True)])
+def test_wandb_that_hangs_holds_up_neither_a_record_nor_the_end(number, waits, service, tmp_path, monkeypatch, caplog):
     service.waits.clear()
     module = importlib.import_module("crius.metrics.wandb")
     monkeypatch.setattr(module, "PATIENCE", 0.2)
+    monkeypatch.setattr(module, "_SILENT", 0.1)
     started = time.monotonic()
-    with caplog.at_level(logging.WARNING, logger="crius.metrics"):
-        report(sinks(tmp_path), *([STEP] * 10_001))
+    with caplog.at_level(logging.INFO, logger="crius.metrics"):
+        report(sinks(tmp_path), *([STEP] * number))
     assert time.monotonic() - started < 20
-    assert caplog.messages == ["W&B did not take all records in 0 s: wandb sync sends them"]
+    assert [message for message in caplog.messages if "W&B" in message] == [
+        *["waiting up to 0 s for W&B to take the remaining records"] * waits,
+        "W&B did not take all records in 0 s: wandb sync sends them",
+    ]
     service.waits.set()

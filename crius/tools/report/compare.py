@@ -233,7 +233,10 @@ _FORMS = {
 }
 _ALWAYS = {"state", "step", "loss", "tokens_per_second", "memory_gib", "goodput"}
 """Results that are shown even if no run has a value."""
-_UNITS = {"tokens_per_second": "tokens/s, median", "memory_gib": "memory, GiB", "val_loss": "validation loss"}
+_UNITS = {
+    **{"tokens_per_second": "tokens/s, median", "memory_gib": "memory, GiB", "val_loss": "validation loss"},
+    "wall_seconds": "wall seconds, last command",
+}
 
 
 def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -253,7 +256,7 @@ def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]]) 
 
 def _cell(name: str, value: Any) -> str:
     if value is None:
-        return "-"
+        return "nan" if name == "loss" else "-"
     if name in _FORMS:
         return _FORMS[name].format(value)
     if isinstance(value, float) and "loss" in name and "." not in name:

@@ -1,15 +1,15 @@
 """The files of a run folder, read into one object. No torch."""
 
 import json
-import math
 import operator
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from crius.config.toml_file import toml_table
-from crius.errors import ConfigError
+from crius.errors import ConfigError, EnvironmentError
 from crius.redact import redact_value
 
 Columns = dict[str, list[Any]]
@@ -59,7 +59,18 @@ def read_run(path: Path) -> RunHistory:
 
     Raises:
         ConfigError: ``path`` is not a run folder.
+        EnvironmentError: its files cannot be read. A file of ``incidents/`` that cannot be read says so in its content.
     """
+    try:
+        return _read(path)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise EnvironmentError(
+            f"{error.filename or path} cannot be read: {why}.", fix="give this user the right to read it"
+        ) from None
+
+
+def _read(path: Path) -> RunHistory:
     if not (path / "run.toml").exists() and not (path / "metrics.jsonl").exists():
         what = "does not exist" if not path.exists() else "is not a run folder: it has no run.toml and no metrics.jsonl"
         raise ConfigError(f"{path} {what}.", where="command line", fix="give the folder of a run, e.g. runs/NAME")
@@ -100,7 +111,7 @@ def _records(path: Path) -> Iterator[dict[str, Any] | None]:
     """The JSON objects of a file of lines, and None for each damaged line; the last line may be incomplete."""
     try:
         file = path.open("rb")
-    except OSError:
+    except FileNotFoundError:
         return
     with file:
         for line in file:
@@ -144,7 +155,7 @@ class _Rows:
 def _settings(path: Path) -> dict[str, Any]:
     try:
         return dict(_dotted(toml_table(path)))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return {}
 
 
@@ -159,7 +170,7 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def finite(value: Any) -> float | None:
     """``value`` if it is a finite number, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+    return value if is_number and abs(value) <= sys.float_info.max else None
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -172,11 +183,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _incidents(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Names and contents; None for JSON that is damaged, or that this user may not read."""
     for path in sorted(folder.glob("*")) if folder.is_dir() else []:
-        if path.suffix == ".json":
-            try:
+        try:
+            if path.suffix == ".json":
                 yield path.name, json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError):
-                yield path.name, None
-        elif path.suffix == ".txt":
-            yield path.name, path.read_text(encoding="utf-8", errors="replace")
+            elif path.suffix == ".txt":
+                yield path.name, path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            yield path.name, None if path.suffix == ".json" else f"This file cannot be read: {error.strerror}."
+        except (ValueError, RecursionError):
+            yield path.name, None

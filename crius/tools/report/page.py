@@ -46,6 +46,17 @@ def page(shown: Mapping[str, Any]) -> str:
     return re.sub(r"<!--(\w+)-->", lambda mark: parts[mark[1]], _asset("report.html"))
 
 
+def is_report(path: Path) -> bool:
+    """Whether ``path`` is a file with an HTML page."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(15).lower() == b"<!doctype html>"
+    except OSError:
+        return False
+
+
 def write_report(runs: Sequence[RunHistory], out: Path, origins: Mapping[str, str] | None = None) -> None:
     """Write the report of ``runs``. Only its owner can read a report with texts of incidents.
 

@@ -87,6 +87,7 @@ def _run(run: RunHistory, name: str, most: int, num_runs: int) -> dict[str, Any]
         "records": numbers,
         "points": most if numbers > most else None,
         "damaged": run.num_damaged,
+        "not_finite": _not_finite(run),
         "summary": summary,
         "last_record": _modified(run),
         "started": run.starts[0].get("time") if run.starts else None,
@@ -101,6 +102,13 @@ def _run(run: RunHistory, name: str, most: int, num_runs: int) -> dict[str, Any]
         "plan": _plan(run, summary),
         "samples": _samples(run, max(1, MOST_SAMPLES // num_runs)),
     }
+
+
+def _not_finite(run: RunHistory) -> dict[str, Any]:
+    """Number of records whose loss is not finite, and the first step of them."""
+    losses = zip(run.steps.get("step", []), run.steps.get("loss", []), strict=False)
+    steps = [step for step, loss in losses if finite(loss) is None]
+    return {"number": len(steps), "first": steps[0] if steps else None}
 
 
 def _apart(first: RunHistory, other: RunHistory, most: int) -> dict[str, Any]:

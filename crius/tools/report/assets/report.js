@@ -126,7 +126,9 @@ const DASHES = [[], [6, 4], [2, 3], [10, 4, 2, 4]];
 
 function curvesOf(kind) {
   if (kind.key === "apart") {
-    return shown.apart.map((one, i) => ({ name: runs[i + 1].name, run: i + 1, curve: [one.curve[0], one.curve[1].map((v) => v || null)] }))
+    return shown.apart.map((one, i) => ({ // a logarithmic scale has no 0
+      name: runs[i + 1].name, run: i + 1, exact: one.curve, curve: [one.curve[0], one.curve[1].map((v) => v || null)],
+    }))
       .filter((one) => one.curve[1].some(isNumber));
   }
   return runs.flatMap((run, i) => {
@@ -148,13 +150,16 @@ function smoothed(values) {
   });
 }
 
-// value of a series at a place of the joined steps, or the nearest one before or after: runs report at other steps
-function near(values, place) {
-  for (let away = 0; away < values.length; away++) {
-    for (const at of [place - away, place + away]) if (isNumber(values[at])) return [at, values[at]];
-    if (away > 200) break;
+// step and value of the point of a curve that is nearest to a step; nothing outside of the curve
+function pointAt([steps, values], step) {
+  if (!steps.length || step < steps[0] || step > steps.at(-1)) return [step, null];
+  let low = 0, high = steps.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < step) low = middle + 1; else high = middle;
   }
-  return [null, null];
+  const at = low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
+  return [steps[at], values[at]];
 }
 
 const marks = runs.flatMap((run, i) => [
@@ -185,10 +190,8 @@ class Chart {
   data() {
     const tables = this.series.map(({ curve: [xs, ys] }) =>
       this.isSmooth && smoothing > 0 && xs.length > 20 ? [xs, ys, smoothed(ys)] : [xs, ys]);
-    this.places = []; // of the series' own values in the joined columns
     this.styles = [];
     tables.forEach((one, i) => {
-      this.places.push(this.styles.length + 1);
       const { run, dash } = this.series[i], hasTwo = one.length > 2;
       const dots = this.kind.dots || one[0].length < 2;
       this.styles.push({ run, dash, isFaint: hasTwo, dots });
@@ -242,10 +245,11 @@ class Chart {
 
   read(place) {
     const last = place === null || place === undefined, steps = this.u ? this.u.data[0] : [];
-    const found = this.places.map((column) => near(this.u.data[column], last ? this.u.data[column].length - 1 : place));
-    found.forEach(([, value], i) => { this.values[i].textContent = isNumber(value) ? this.kind.format(value) : DASH; });
-    const at = last ? found.reduce((most, [where]) => Math.max(most, where ?? 0), 0) : place;
-    const step = steps[at];
+    const found = this.series.map(({ exact, curve }) => (last ? [curve[0].at(-1), (exact || curve)[1].at(-1)] : pointAt(exact || curve, steps[place])));
+    const step = last ? found.reduce((most, [own]) => Math.max(most, own ?? 0), 0) : steps[place];
+    found.forEach(([own, value], i) => {
+      this.values[i].textContent = isNumber(value) ? this.kind.format(value) + (own === step ? "" : ` (step ${grouped(own)})`) : DASH;
+    });
     this.at.textContent = step === undefined ? "" : `${last ? "last, " : ""}step ${grouped(step)}`;
     this.card.classList.toggle("hovered", !last);
     if (this.kind.wide) {
@@ -354,7 +358,7 @@ function tiles(run) {
     ["MFU, median", isNumber(found.mfu) && percent(found.mfu)],
     ["peak memory", isNumber(found.memory_gib) && `${found.memory_gib.toFixed(2)} GiB`],
     ["goodput", isNumber(found.goodput) && percent(found.goodput)],
-    ["wall time", isNumber(found.wall_seconds) && seconds(found.wall_seconds)],
+    ["wall time, last command", isNumber(found.wall_seconds) && seconds(found.wall_seconds)],
     ["restarts", found.restarts ? String(found.restarts) : null], ["incidents", run.incidents.length ? String(run.incidents.length + run.more_incidents) : null]];
   return el("div", { class: "tiles" }, rows.filter(([, value]) => value).map(([name, value]) =>
     el("div", { class: "tile" }, el("b", {}, value), el("span", {}, name))));
@@ -456,8 +460,9 @@ function sampleList(run) {
 function remarks(run) {
   return [
     run.damaged ? `${many(run.damaged, "damaged line")} of metrics.jsonl ${run.damaged === 1 ? "is" : "are"} left out.` : null,
+    run.not_finite.number ? `The loss of ${many(run.not_finite.number, "step")} is not finite, first in step ${grouped(run.not_finite.first)}.` : null,
     run.records ? null : "No step has been reported yet.",
-    !run.summary && run.records ? `The run has no summary after step ${grouped(run.steps)}: it still trains, or it ended without a summary. Its last record was written ${moment(run.last_record)}.` : null,
+    !run.summary && run.records ? `The run ${run.results.state === "running" ? "still trains" : "ended without a summary"}. Its last record, of step ${grouped(run.steps)}, was written ${moment(run.last_record)}.` : null,
   ].filter(Boolean).map((text) => el("p", { class: "remark" }, alone ? text : `${run.name}: ${text}`));
 }
 
@@ -497,7 +502,7 @@ function resultTable() {
     ["in step", (run, i) => (i === 0 || shown.apart[i - 1].step === null ? DASH : grouped(shown.apart[i - 1].step))],
     ["tokens/s, median", (run) => or(grouped)(run.results.tokens_per_second)], ["MFU, median", (run) => or(percent)(run.results.mfu)],
     ["peak memory", (run) => or(fixed(2), " GiB")(run.results.memory_gib)], ["goodput", (run) => or(percent)(run.results.goodput)],
-    ["wall time", (run) => seconds(run.results.wall_seconds)], ["restarts", (run) => grouped(run.results.restarts)],
+    ["wall time, last command", (run) => seconds(run.results.wall_seconds)], ["restarts", (run) => grouped(run.results.restarts)],
     ["incidents", (run) => grouped(run.incidents.length + run.more_incidents)],
   ].map(([name, value]) => [name, ...runs.map((run, i) => String(value(run, i)))]).filter((row) => row.slice(1).some((value) => value !== DASH && value !== "0"));
   return table([["", ""], ...runs.map((run) => [run.name, "r"])], rows, "results");
