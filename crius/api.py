@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import json
 import math
 import os
@@ -16,12 +15,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from crius import errors
 from crius.config.changes import flag
 from crius.config.run import RunConfig
-from crius.config.toml_file import command_line_flags, flatten, to_toml
+from crius.config.toml_file import command_line_flags, flatten, takes, to_toml, wrong_kind
 from crius.errors import ConfigError, CriusError
 from crius.metrics.record import Record, Sink, StepMetrics, ValidationMetrics
 from crius.redact import redact_value
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
     from crius.launch.environment import Placement
     from crius.models.decoder import Decoder
     from crius.train.loop import Loop
+
+
+FILE = "run.toml"  # of a whole RunConfig, for the words of a command line
 
 
 class Run(RunHistory):
@@ -71,8 +73,10 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
     Raises:
         ConfigError: ``path`` is not a run folder.
+        EnvironmentError: its files cannot be read.
     """
-    return Run(**vars(read_run(Path(path))))
+    with _located("load_run"):
+        return Run(**vars(read_run(Path(path))))
 
 
 def load_model(
@@ -90,7 +94,7 @@ def load_model(
         dtype: dtype of the weights, such as ``torch.bfloat16``; None: bfloat16 on a GPU, else float32.
 
     Raises:
-        ConfigError: there is no such model, or no checkpoint of that step.
+        ConfigError: there is no such model, no checkpoint of that step, or no such device.
         CheckpointError: the weights are damaged.
     """
     import torch
@@ -99,9 +103,13 @@ def load_model(
     from crius.tools.generate.source import build_decoder, choose_kernels
 
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    if name != "auto" and not getattr(getattr(torch, name, None), "is_floating_point", False):
-        raise ConfigError(f"dtype {dtype} is not a floating-point dtype of torch.", fix="dtype=torch.bfloat16")
-    place = torch.device(device)
+    if name not in ("auto", "float16", "bfloat16", "float32", "float64"):
+        raise ConfigError(f"dtype {dtype} cannot compute.", where="load_model", fix="dtype=torch.bfloat16")
+    try:
+        place = torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"device {device} cannot be used.", where="load_model", why=why, fix='device="cpu"') from None
     weights = open_weights(os.fspath(path) if step is None else _checkpoint(os.fspath(path), step), "load_model")
     choose_kernels(place, "torch")
     return build_decoder(weights, name, place).requires_grad_().eval()
@@ -124,21 +132,26 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
     A run of one rank trains in this process. A run of several ranks is a ``crius train`` in a child process.
     Ctrl-C, or a notebook's interrupt, saves and ends the run. Its state is then ``stopped``.
 
+    The state of this process, such as torch's default dtype, has no effect on the curve.
+
     Args:
         config: all settings, or dotted names with values, such as ``{"model.num_layers": 2, "job.run_dir": "runs/a"}``;
-            a list for a setting that takes several. The short forms of the command line work, such as ``steps``.
+            a list for a setting that takes several. The short forms of the command line work, such as ``steps``, and so
+            does ``config``: a file with settings that the other ones change, such as the ``run.toml`` of another run.
         recipe: name of a recipe that ``config`` changes; empty: ``llama3_debug``, as on the command line.
         sinks: sinks in this process that get each record when it is written. They are closed at the end. An error of a
             sink ends the run.
 
     Raises:
         ConfigError: settings are wrong or exclude each other; the message names all of them, as command-line flags.
+        EnvironmentError: this process trains already, or has a process group.
         CriusError: the run failed; the class is that of the failure, such as ``NonFiniteError``.
     """
     from crius.cli.settings import checked_run_of
     from crius.cli.train import prepared
     from crius.launch.environment import joined_placement
 
+    _check_arguments(config, sinks)
     if recipe and isinstance(config, RunConfig):
         raise ConfigError("recipe excludes a whole RunConfig.", fix="leave out recipe, or give a mapping")
     if joined_placement(os.environ):
@@ -147,7 +160,8 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
         for sink in sinks:
             stack.callback(sink.close)
         words = _words({} if config is None else config, recipe, Path(scratch))
-        facts, folder = prepared(checked_run_of(*words), 0, None)
+        with _located("crius.run", str(Path(scratch) / FILE)):
+            facts, folder = prepared(checked_run_of(*words), 0, None)
         if facts.num_ranks > 1:
             _train_apart(words, folder, sinks)
         else:
@@ -155,12 +169,59 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
     return load_run(folder)
 
 
+def _check_arguments(config: Any, sinks: Any) -> None:
+    """Check the types of the arguments of ``run``.
+
+    Raises:
+        ConfigError: lists all arguments that are of another type.
+    """
+    problems = list[CriusError]()
+    if not (config is None or isinstance(config, (RunConfig, Mapping))):
+        what = f"config is {config!r:.100}, and not settings."
+        problems.append(ConfigError(what, where="crius.run", fix='crius.run({"training.steps": 10})'))
+    for name, value in config.items() if isinstance(config, Mapping) else ():
+        problems += _wrong_value(name, value)
+    wrong = [] if isinstance(sinks, (list, tuple)) else [sinks]
+    wrong = wrong or [sink for sink in sinks if not all(callable(getattr(sink, do, None)) for do in ("write", "close"))]
+    if wrong:
+        what = f"{wrong[0]!r:.100} is not a {'sink' if isinstance(sinks, (list, tuple)) else 'list of sinks'}."
+        why = "a sink is an object with write(record) and close()"
+        problems.append(ConfigError(what, where="sinks", why=why, fix="crius.run(settings, sinks=[sink])"))
+    if problems:
+        raise ConfigError.together(problems)
+
+
+def _wrong_value(name: Any, value: Any) -> list[CriusError]:
+    """The error of a setting whose name or value would become another one as words of a command line."""
+    if not isinstance(name, str) or not name or name.startswith("-"):
+        fix = 'give a dotted name, such as "training.steps"'
+        return [ConfigError(f"{name!r:.100} is not the name of a setting.", where="crius.run", fix=fix)]
+    hint: Any = RunConfig
+    for part in name.split("."):
+        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    if isinstance(value, (list, tuple)):
+        value = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in value]
+    elif not isinstance(value, bool):
+        return []
+    return [] if hint is None or takes(hint, value) else [wrong_kind(name, value, hint, "crius.run")]
+
+
+@contextlib.contextmanager
+def _located(where: str, file: str = "command line") -> Iterator[None]:
+    """Errors from ``file`` say that they are from ``where``."""
+    try:
+        yield
+    except CriusError as error:
+        what, origin = (part.replace(file, where) for part in (error.what, error.where))
+        raise type(error)(what, where=origin, why=error.why, fix=error.fix) from None
+
+
 def _words(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) -> list[str]:
     """The settings as words of a command line."""
     if isinstance(config, Mapping):
         given = {name: value for name, value in config.items() if value is not None}
         return ["--recipe", recipe] * bool(recipe) + [word for item in given.items() for word in _flag(*item)]
-    file = scratch / "run.toml"
+    file = scratch / FILE
     file.write_text(to_toml(config), encoding="utf-8")
     beside = {  # that the file lacks: secrets and [job]
         name: value
@@ -185,6 +246,7 @@ def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:
     from crius.cli.train import own, run_tools
     from crius.launch.crew import attempt
     from crius.launch.environment import single_placement
+    from crius.launch.in_process import only_run, process_as_before
     from crius.launch.report import report_path
     from crius.train import job
 
@@ -204,48 +266,15 @@ def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:
 
     with contextlib.ExitStack() as stack:
         started = time.monotonic()
+        stack.enter_context(only_run())
         own(facts, folder, None, stack)
         report_path(folder / "logs", 0).unlink(missing_ok=True)
-        stack.enter_context(_process_as_before())
+        stack.enter_context(process_as_before())
         # of the launcher "local": a second interrupt must not end this process
         place = dataclasses.replace(single_placement(), launcher="local", log_dir=folder / "logs")
         _, report = attempt(train, place)
     if report or (raised and isinstance(raised[0], KeyboardInterrupt)):
         raise raised[0]
-
-
-@contextlib.contextmanager
-def _process_as_before() -> Iterator[None]:
-    """Restore what a run changes in its process: signals, log lines, threads, determinism, kernels, the collector."""
-    import logging
-
-    import torch
-
-    from crius.kernels import choice
-    from crius.launch.status import status
-    from crius.signals import STOP_SIGNALS
-
-    threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    finds_anomalies, collects = torch.is_anomaly_enabled(), gc.isenabled()
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    status.step, status.limit_seconds = None, 0.0
-    try:
-        with choice.applied(choice.current()):
-            yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler or signal.SIG_DFL)
-        logger = logging.getLogger("crius")
-        for one in list(logger.handlers):
-            logger.removeHandler(one)
-            one.close()
-        if collects:
-            gc.enable()
-        torch.use_deterministic_algorithms(is_exact)
-        torch.autograd.set_detect_anomaly(finds_anomalies)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
 
 
 def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> None:
@@ -260,10 +289,11 @@ def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> N
     )
     assert process.stdout
     try:
-        while line := _line_of(process, process.stdout):
-            sys.stdout.write(line)
-            lines.append(line)
-            records.give(sinks)  # a record is in its file before its line is printed
+        with _interrupts_go_to(process):
+            while line := process.stdout.readline():
+                sys.stdout.write(line)
+                lines.append(line)
+                records.give(sinks)  # a record is in its file before its line is printed
     finally:
         if process.poll() is None:  # a sink has failed: save, and end
             process.terminate()
@@ -273,13 +303,17 @@ def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> N
         raise _error_of("".join(lines), folder, code)
 
 
-def _line_of(process: "subprocess.Popen[str]", output: IO[str]) -> str:
-    """The next line that a child prints. An interrupt of this process asks the child to stop."""
-    while True:
-        try:
-            return output.readline()
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
+@contextlib.contextmanager
+def _interrupts_go_to(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """While this is open, an interrupt of this process asks ``process`` to stop, and breaks off nothing here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: process.send_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _error_of(output: str, folder: Path, code: int) -> CriusError:

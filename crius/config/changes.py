@@ -157,8 +157,8 @@ def _plain(text: str) -> str:
 def flag(name: str, value: Any) -> list[str]:
     """Flags that set ``name``, a dotted field, to ``value`` on the command line."""
     if isinstance(value, bool):
-        section, _, field = name.rpartition(".")
-        return [f"--{section}.{field if value else f'no_{field}'}"]
+        section, dot, field = name.rpartition(".")
+        return [f"--{section}{dot}{field if value else f'no_{field}'}"]
     if isinstance(value, list | tuple):
         return [part for one in value for part in (f"--{name}", str(one))] or [f"--{name}="]
     return [f"--{name}", str(value)]

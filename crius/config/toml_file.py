@@ -140,7 +140,8 @@ def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
         hint: type of the setting.
         source: origin of the value.
     """
-    shown = tomli_w.dumps({"": value}).partition("=")[2].strip()
+    is_list = isinstance(value, list)
+    shown = json.dumps(value, default=str) if is_list else tomli_w.dumps({"": value}).partition("=")[2].strip()
     what = f"{name} = {shown} is {in_words(type(value))}, and the setting takes {in_words(hint)}."
     leaf, fix = name.rpartition(".")[2], ""
     choices = choices_of(hint)

@@ -126,7 +126,7 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
             raise ConfigError(
                 f"{path} has neither a checkpoint that can be read nor a {CONFIG} with {SUFFIX} files.",
                 where=where,
-                fix="give a run folder, a checkpoint, or a Hugging Face folder",
+                fix="give a run folder with checkpoints, a checkpoint, or a Hugging Face folder",
             )
         name = step_name(steps[-1])
     manifest = read_manifest(disk, name)

@@ -6,6 +6,8 @@ import logging
 import math
 import multiprocessing
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from harness import ROOT, TEXT, crius_process
 import crius
 from crius.api import _error_of, _NewRecords, _train_apart
 from crius.config.run import RunConfig, replace_fields
-from crius.errors import ConfigError, CriusError, NonFiniteError
+from crius.errors import ConfigError, CriusError, EnvironmentError, NonFiniteError
 
 SMALL = {"model.num_layers": 1, "training.seq_len": 32, "training.global_batch_size": 4, "training.steps": 4}
 SMALL |= {"data.source": "text", "data.path": [str(TEXT)], "metrics.log_interval": 1, "validation.interval": 4}
@@ -65,6 +67,33 @@ def in_child(function, *arguments):
     return found
 
 
+def state_and_losses(folder):
+    """Whether a run leaves the state of its process, and its losses in a process whose state is another one."""
+    logger, handler = logging.getLogger("crius"), logging.NullHandler()
+    logger.addHandler(handler)
+    torch.set_default_dtype(torch.float64)
+    refused = []
+
+    def another():
+        try:
+            crius.run(SMALL | {"job.run_dir": str(folder / "another")})
+        except EnvironmentError as error:
+            refused.append(error.what)
+
+    def state():
+        numbers = random.getstate(), torch.get_rng_state().tolist()
+        log = list(logger.handlers), logger.propagate, logger.level
+        return numbers, log, dict(os.environ), sys.excepthook, torch.get_default_dtype()
+
+    before = state()
+    with torch.inference_mode():
+        run = crius.run(SMALL | {"job.run_dir": str(folder / "mine")}, sinks=[Notes(2, another)])
+    after = state()
+    torch.set_default_dtype(torch.float32)
+    logger.removeHandler(handler)
+    return before == after, run.metrics["loss"], refused
+
+
 def several_runs(folder):
     """Runs one after the other in one process, as in a notebook: what each left."""
     found, notes = {}, Notes()
@@ -97,6 +126,8 @@ def several_runs(folder):
         crius.run(SMALL | {"job.run_dir": str(folder / "sink")}, sinks=[fails])
     except ZeroDivisionError:
         found["sink"] = fails.num_closed, crius.load_run(folder / "sink").state
+
+    found["state"] = state_and_losses(folder / "state")
 
     runs = []
     thread = threading.Thread(target=lambda: runs.append(crius.run(SMALL | {"job.run_dir": str(folder / "thread")})))
@@ -132,6 +163,41 @@ def test_a_run_in_this_process_is_that_of_the_command_line(left, folder):
 
 def test_a_run_leaves_the_process_as_it_was(left):
     assert left["process"] == (True, True, [], 1)
+
+
+def test_the_state_of_the_process_has_no_effect_and_is_left_alone(left):
+    is_same, losses, _ = left["state"]
+    assert is_same and losses == left["first"][0]
+
+
+def test_a_process_trains_one_run_at_a_time(left, tmp_path):
+    assert left["state"][2] == ["this process already trains a run."]
+
+
+def test_a_run_repeats_another_one_by_its_file(left, folder):
+    longer = crius.load_run(folder / "first").path / "run.toml"
+    assert crius.run({"config": longer, "job.run_dir": str(folder / "again"), "layout": "fsdp2"}).state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("config", "sinks", "said"),
+    [
+        ([1], (), r"config is \[1\], and not settings"),
+        (RunConfig, (), "and not settings"),
+        ({"": 1}, (), "'' is not the name of a setting"),
+        ({"optimizer.lr": [1, 2]}, (), r"optimizer.lr = \[1, 2\] is a list, and the setting takes a number"),
+        ({"training.steps": True}, (), "training.steps = true is true or false, and the setting takes an integer"),
+        ({"dry_run": True}, (), "unknown flag --dry_run"),
+        ({}, None, "None is not a list of sinks"),
+        ({}, [object()], "is not a sink.*write"),
+        (replace_fields(RunConfig(), {"optimizer.name": "x"}), (), '"x" for optimizer.name from crius.run'),
+    ],
+)
+def test_arguments_of_another_type_are_config_errors(config, sinks, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.compile(said, re.DOTALL)):
+        crius.run(config, sinks=sinks)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_in_the_same_folder_continues(left):
@@ -215,6 +281,26 @@ def test_a_child_that_prints_more_than_a_pipe_holds_while_it_stops_ends(tmp_path
         _train_apart([], tmp_path, [Notes()])
 
 
+TALKATIVE = """import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit("stopped"))
+while True:
+    print("step", flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_while_a_line_is_printed_stops_the_child_alone(tmp_path, monkeypatch):
+    start, given = subprocess.Popen, []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([sys.executable, "-c", TALKATIVE], **more))
+    monkeypatch.setattr(
+        _NewRecords, "give", lambda self, sinks: given or given.append(os.kill(os.getpid(), signal.SIGINT))
+    )
+    with pytest.raises(CriusError, match="stopped"):
+        _train_apart([], tmp_path, [])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_the_last_error_that_a_child_prints_is_raised(tmp_path):
     text = "step 1\nDataError: old\n  fix    x\nlog\nNonFiniteError: step 3: nan.\n  why    so\nrun folder: runs/a\n"
     error = _error_of(text, tmp_path, 1)
@@ -263,8 +349,11 @@ def test_a_loaded_model_has_the_weights_of_its_step(left, folder):
     assert torch.equal(again.norm.weight, earlier.norm.weight.bfloat16())
     with pytest.raises(ConfigError, match="no checkpoint of step 5"):
         crius.load_model(folder / "first", step=5)
-    with pytest.raises(ConfigError, match="not a floating-point dtype"):
-        crius.load_model(folder / "first", dtype="int8")
+    for wrong in ("int8", torch.float8_e4m3fn):
+        with pytest.raises(ConfigError, match="cannot compute"):
+            crius.load_model(folder / "first", dtype=wrong)
+    with pytest.raises(ConfigError, match="device nowhere cannot be used"):
+        crius.load_model(folder / "first", device="nowhere")
     with pytest.raises(ConfigError, match="is not a folder"):
         crius.load_model(folder / "nowhere")
 
