@@ -12,11 +12,14 @@ from crius.errors import ConfigError, CriusError
 from crius.redact import printable, redact
 from crius.tools.report.history import read_run
 from crius.tools.report.page import REPORT, is_report, write_report
+from crius.tools.report.runs import expanded
 
 
 @app.command
 def report(
-    *runs: Annotated[Path, Parameter(help="Run folders. The curves of several runs are drawn over each other.")],
+    *runs: Annotated[
+        Path, Parameter(help="Run folders, or folders of runs. The curves of several runs are drawn over each other.")
+    ],
     out: Annotated[
         Path | None, Parameter(help="The file. Default: report.html in the run folder, or here for several runs.")
     ] = None,
@@ -29,7 +32,7 @@ def report(
         raise ConfigError(
             "no run folder is given.", where="command line", fix="give a run folder: crius report runs/NAME"
         )
-    histories = [read_run(path) for path in {path.resolve(): path for path in reversed(runs)}.values()][::-1]
+    histories = [read_run(path) for path in {path.resolve(): path for path in reversed(expanded(runs))}.values()][::-1]
     target = out or (histories[0].path / REPORT if len(histories) == 1 else Path(REPORT))
     target = target.resolve() if target.is_symlink() else target
     _check(target)

@@ -10,7 +10,7 @@ from crius.cli.app import Json, app, emit
 from crius.tools.report.compare import compare as compare_runs
 from crius.tools.report.curves import TOLERANCE
 from crius.tools.report.history import read_run
-from crius.tools.report.runs import find_runs, run_lines
+from crius.tools.report.runs import expanded, find_runs, run_lines
 
 RUNS = Path("runs")
 
@@ -38,7 +38,10 @@ def runs(
 
 @app.command
 def compare(
-    *folders: Annotated[Path, Parameter(help="Run folders, at least two. The others are compared with the first.")],
+    *folders: Annotated[
+        Path,
+        Parameter(help="Run folders, or folders of runs, such as that of a sweep. Each is compared with the first."),
+    ],
     tolerance: Annotated[
         float, Parameter(help="Relative difference of two losses up to which they count as equal.")
     ] = TOLERANCE,
@@ -48,6 +51,6 @@ def compare(
 
     Exit code 1 if a loss differs by more than the tolerance at a step that both runs report.
     """
-    found = compare_runs([read_run(folder) for folder in folders], tolerance)
+    found = compare_runs([read_run(folder) for folder in expanded(folders)], tolerance)
     emit(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(found.lines()))
     return 0 if found.are_equal else 1

@@ -2,7 +2,6 @@
 reports."""
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import math
@@ -25,7 +24,7 @@ from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.launch.environment import Placement
 from crius.launch.report import Blame, ErrorReport, Failure, leave, log_path, report_of, write_json, write_report
 from crius.launch.status import mirror_path, status
-from crius.launch.stop import PREEMPTED, heeded_signals
+from crius.launch.stop import PREEMPTED, ask_for_signal, heeded_signals
 from crius.launch.witness import testify
 from crius.redact import printable, redact
 from crius.signals import QUESTIONS, STOP_SIGNALS
@@ -125,7 +124,6 @@ _Process: type[BaseProcess] = (
 )
 _POLL_SECONDS = 0.1
 _PARENT_POLL_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -300,7 +298,7 @@ def attempt(target: Callable[[Placement], None], placement: Placement) -> tuple[
 
 def _end_with(parent: int) -> None:
     """End with the launcher, even if it is killed with SIGKILL."""
-    asked_kernel = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
+    asked_kernel = ask_for_signal(signal.SIGKILL)
     if os.getppid() != parent:  # the launcher ended before the line above
         os._exit(1)
     if not asked_kernel:

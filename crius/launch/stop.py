@@ -1,6 +1,7 @@
 """Requests to stop a run: a signal that the launcher records and passes on, and that a worker records for its loop."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 from crius.signals import STACKS, STOP_SIGNALS
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MESSENGERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 PREEMPTED = 75
@@ -37,6 +39,11 @@ class Stop:
 
     signal: signal.Signals
     monotonic: float
+
+
+def ask_for_signal(number: signal.Signals) -> bool:
+    """Have the kernel send ``number`` to this process when its parent ends, also by SIGKILL. False: it cannot."""
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0
 
 
 class StopRequest:

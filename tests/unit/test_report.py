@@ -272,7 +272,7 @@ def test_the_verb_writes_into_the_folder_of_one_run_or_here(tmp_path, monkeypatc
     [
         ([], 2, "no run folder is given.*crius report runs/NAME"),
         (["missing"], 2, "missing does not exist.*fix +give the folder of a run"),
-        (["."], 2, r"\. is not a run folder: it has no run.toml and no metrics.jsonl"),
+        (["empty"], 2, "empty is not a run folder: it has no run.toml and no metrics.jsonl"),
         (["run", "--out", "run"], 2, "run is a folder.*--out run/report.html"),
         (["run", "--out", "run/metrics.jsonl"], 2, "run/metrics.jsonl exists and is not a report.*would be lost"),
         (["run", "--out", "link.html"], 2, "run.toml exists and is not a report"),
@@ -285,6 +285,7 @@ def test_wrong_arguments_are_answered(arguments, code, said, tmp_path, monkeypat
     write_run(tmp_path / "run")
     (tmp_path / "link.html").symlink_to("run/run.toml")
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").mkdir()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert cli.main(["report", *arguments]) == code and (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert re.search(said, capsys.readouterr().err, re.DOTALL)

@@ -24,7 +24,7 @@ NUMBERS |= {"step_seconds": 0.1, "data_seconds": 0.0, "goodput": 0.5}
 
 def write_run(folder, losses=(), vals=None, summary=None, start=None, **settings):
     """A run folder by the writers of a run; ``losses`` are those of the steps from 1, or by step."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config = replace_fields(RunConfig(), {name.replace("__", "."): value for name, value in settings.items()})
     (folder / "run.toml").write_text(to_toml(config))
     start = {"time": time.time() - 60, "step": 0, "torch": "2.13.0", "layout": "1"} | (start or {})
@@ -130,6 +130,21 @@ def test_runs_are_listed_newest_first_with_those_of_a_sweep(tmp_path, capsys):
         ("sweep/lr_1", "failed", None),
         ("old", "finished", 2.5),
     ]
+
+
+def test_a_run_in_the_folder_of_a_sweep_hides_no_other_and_its_folder_stands_for_them(tmp_path, capsys):
+    for name in ("", "lr_2", "lr_1"):
+        write_run(tmp_path / "lr" / name, [3.0], summary={})
+    assert {row.name for row in find_runs(tmp_path)} == {"lr", "lr/lr_1", "lr/lr_2"}
+    (tmp_path / "lr" / "run.toml").unlink()
+    (tmp_path / "lr" / "metrics.jsonl").unlink()
+    code, out, _ = compared(capsys, tmp_path / "lr")
+    assert code == 0 and "curves against lr_1" in out and "lr_2: loss" in out
+
+
+def test_a_finished_run_has_no_more_steps_than_it_was_to_have(tmp_path):
+    run = write_run(tmp_path / "run", [3.0, 2.0], summary={}, training__steps=1)
+    assert (run_row(run).step, run_row(run).steps) == (2, 2)
 
 
 def test_a_validation_far_from_the_end_is_found(tmp_path):

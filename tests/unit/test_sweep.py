@@ -1,14 +1,20 @@
 """``crius sweep``: which runs it makes of its flags, what it refuses, and what it says of how they ended."""
 
 import json
+import os
+import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from crius import cli
 from crius.config.argv import normalized_argv
 from crius.errors import ConfigError
+from crius.launch.lock import run_lock
 from crius.tools.report import sweep
 
 # stands for crius train: the loss of a run is its learning rate, and a run with the rate 9 fails
@@ -70,7 +76,6 @@ def test_each_combination_is_a_run_in_a_folder_of_its_own():
         ("tokenizer.path", '"b,c"', None),
         ("model.rope_scaling", '{"rope_type": "llama3", "factor": 8.0}', None),
         ("job.name", "a,b", None),
-        ("no.such", "a,b", None),
     ],
 )
 def test_commas_separate_the_values_of_a_scalar(flag, text, values):
@@ -85,10 +90,18 @@ def test_commas_separate_the_values_of_a_scalar(flag, text, values):
         assert given == text.strip('"')
 
 
+def test_a_space_may_follow_a_comma():
+    assert [trial.values for trial in trials("--lr", "1,", "2", "--steps", "3")[1]] == [
+        {"optimizer.lr": "1"},
+        {"optimizer.lr": "2"},
+    ]
+
+
 def test_the_folder_of_a_sweep_follows_from_its_flags():
     name = trials("--lr", "1,2", "--steps", "4")[0]
     assert name == trials("--lr", "1,2", "--training.steps", "4")[0] != trials("--lr", "1,3", "--steps", "4")[0]
     assert str(name).startswith("runs/sweep-lr-")
+    assert name == trials("--steps", "4", "--lr", "1,2")[0]
     assert trials("--lr", "1,2", "--job.name", "mine")[0] == Path("runs/mine")
 
 
@@ -103,14 +116,15 @@ def test_runs_that_would_share_a_name_do_not():
     ("flags", "told"),
     [
         (["--lr", "1"], "no setting has several values"),
-        (["--lr", "1,"], "--optimizer.lr 1, has an empty value"),
+        (["--lr", "1,"], "--optimizer.lr 1, has an empty value.*--optimizer.lr 1,ANOTHER"),
+        (["--lr", "1e-3,0.001,2"], "a value twice.*--optimizer.lr 1e-3,2"),
         (["--lr", "1,2,1"], "--optimizer.lr 1,2"),
     ],
 )
 def test_what_is_no_sweep_is_refused(flags, told):
     with pytest.raises(ConfigError) as caught:
         trials(*flags)
-    assert told in str(caught.value)
+    assert re.search(told, str(caught.value), re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +132,7 @@ def test_what_is_no_sweep_is_refused(flags, told):
     [
         (["--lr", "1,x"], 'optimizer.lr=x: Invalid value for --optimizer.lr: unable to convert "x"'),
         (["--lr", "1,2", "--stesp", "3"], "unknown flag --stesp, did you mean --steps?"),
+        (["--optimizer.lrr", "1,2"], "unknown flag --optimizer.lrr, did you mean --optimizer.lr?"),
         (["--layout", "fsdp2,tp3"], "layout=tp3: tensor_parallel_degree 3 does not divide"),
         (["--lr", "1,x", "--layout", "fsdp2,tp3"], "2 problems"),
         (["--lr", "1,2", "--dry_run"], "a sweep trains"),
@@ -151,9 +166,72 @@ def test_a_sweep_trains_all_runs_and_lists_the_best_first(trainer, capfd):
     assert calls == {"lr_2": 1, "lr_3": 1, "lr_9": 2}
 
 
+@pytest.mark.parametrize(
+    ("at", "content", "told"),
+    [
+        ("s/lr_2/run.toml", "", "s/lr_2 is a run that this sweep did not start"),
+        ("s/run.toml", "", "s is a run that this sweep did not start"),
+        (
+            "s/.sweep.json",
+            '{"lr_2": ["--optimizer.lr=3"]}',
+            "s has a sweep with other flags: lr_2 had --optimizer.lr=3",
+        ),
+    ],
+)
+def test_runs_of_others_are_left_alone(at, content, told, trainer, capsys):
+    (trainer / at).parent.mkdir(parents=True)
+    (trainer / at).write_text(content)
+    before = sorted(trainer.rglob("*"))
+    assert cli.main(["sweep", "--lr", "1,2", "--job.run_dir", "s"]) == 2
+    assert told in capsys.readouterr().err and sorted(trainer.rglob("*")) == before
+
+
+@pytest.mark.parametrize("content", ["{cut", '{"lr_2": 5}', "[]"])
+def test_a_damaged_file_of_a_sweep_makes_its_runs_those_of_others(content, trainer, capsys):
+    command = ["sweep", "--lr", "1,2", "--job.run_dir", "s"]
+    assert cli.main(command) == 0
+    (trainer / "s" / ".sweep.json").write_text(content)
+    assert cli.main(command) == 2 and "that this sweep did not start" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_trains_is_waited_for_by_the_user(trainer, capsys):
+    command = ["sweep", "--lr", "1,2", "--job.run_dir", "s"]
+    assert cli.main(command) == 0
+    with run_lock(trainer / "s" / "lr_2", "train"):
+        assert cli.main(command) == 2 and "another process trains s/lr_2" in capsys.readouterr().err
+
+
+SAVES = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path("saved").touch(), sys.exit(75)))
+pathlib.Path("began").touch()
+time.sleep(60)
+"""
+KILLED = f"""
+import sys
+from crius.tools.report import sweep
+sweep.PROGRAM = [sys.executable, "-c", {SAVES!r}]
+sweep.train_all(sweep.plan_trials(["--optimizer.lr", "1,2"])[1], [], is_quiet=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only its kernel tells of the end of a parent")
+def test_the_run_of_a_killed_sweep_saves_and_ends(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    for name in ("began", "saved"):
+        until = time.monotonic() + 30
+        while not (tmp_path / name).exists():
+            assert time.monotonic() < until, name
+            time.sleep(0.02)
+        process.kill()
+    process.wait()
+
+
 def test_a_sweep_takes_more_values_and_no_other_settings(trainer, capfd):
     assert cli.main(["sweep", "--lr", "1,2", "--job.run_dir", "s"]) == 0
-    assert cli.main(["sweep", "--lr", "2,4", "--job.run_dir", "./s"]) == 0
+    assert cli.main(["sweep", "--job.run_dir", "./s", "--lr", "2,4"]) == 0
     assert cli.main(["sweep", "--lr", "2,4", "--steps", "9", "--job.run_dir", "s"]) == 2
     assert "s has a sweep with other flags: lr_2 had --optimizer.lr=2." in capfd.readouterr().err
     assert sorted(path.parent.name for path in trainer.glob("s/*/calls")) == ["lr_1", "lr_2", "lr_4"]

@@ -5,7 +5,7 @@ import os
 import re
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,17 +86,25 @@ def find_runs(folder: Path) -> list[RunRow]:
 
 
 def _run_folders(folder: Path) -> Iterator[tuple[Path, str]]:
-    if _is_run(folder):
+    if is_run(folder):
         yield folder, folder.resolve().name
-        return
     for path in _folders(folder):
-        if _is_run(path):
+        if is_run(path):
             yield path, path.name
-        else:
-            yield from ((below, f"{path.name}/{below.name}") for below in _folders(path) if _is_run(below))
+        yield from ((below, f"{path.name}/{below.name}") for below in _folders(path) if is_run(below))
 
 
-def _is_run(path: Path) -> bool:
+def expanded(paths: Iterable[Path]) -> list[Path]:
+    """``paths`` with the runs in a folder, by name, in place of a folder that is not a run, such as that of a sweep."""
+    found = list[Path]()
+    for path in paths:
+        below = [] if is_run(path) else sorted(below for below in _folders(path) if is_run(below))
+        found += below or [path]
+    return found
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is a run folder."""
     return any(os.path.isfile(path / mark) for mark in MARKS)
 
 
@@ -116,7 +124,7 @@ def run_row(path: Path, name: str = "") -> RunRow:
 
 
 def _row(path: Path, name: str) -> RunRow:
-    if not _is_run(path):
+    if not is_run(path):
         return RunRow(name=name, state=RunState("not started"))
     metrics, text = path / "metrics.jsonl", _text(path / "run.toml")
     training, checkpoint = _section(text, "training"), _section(text, "checkpoint")
@@ -133,7 +141,7 @@ def _row(path: Path, name: str) -> RunRow:
         name=name,
         state=state,
         step=step,
-        steps=_whole(training.get("steps")) or (step if state.word == "finished" else None),
+        steps=max(_whole(training.get("steps")) or 0, step or 0 if state.word == "finished" else 0) or None,
         loss=finite(found.get("loss")),
         val_loss=finite((validation or summary).get("val_loss")),
         tokens_per_second=finite(found.get("tokens_per_second")),

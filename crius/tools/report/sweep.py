@@ -2,9 +2,11 @@
 
 import contextlib
 import csv
+import functools
 import hashlib
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +17,11 @@ from crius.config.rules import plain_name
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError
-from crius.launch.stop import Stop
+from crius.launch.stop import Stop, ask_for_signal
 from crius.run_file import write_whole
 from crius.table import aligned
 from crius.tools.report.history import read_json
-from crius.tools.report.runs import RunRow, run_row, shown
+from crius.tools.report.runs import RunRow, is_run, run_row, shown
 
 RUN_DIR = "job.run_dir"
 FILE = ".sweep.json"
@@ -68,7 +70,7 @@ def plan_trials(flags: Sequence[str]) -> tuple[Path, list[Trial]]:
         )
     leaves = [name.rpartition(".")[2] for name in axes]
     labels = leaves if len(set(leaves)) == len(leaves) else list(axes)
-    digest = hashlib.sha256(json.dumps([fixed, axes]).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps([sorted(fixed), axes]).encode()).hexdigest()[:8]
     folder = Path(run_dir or Path("runs") / (name_of_sweep or plain_name("-".join(["sweep", *leaves, digest]))))
     trials, taken = list[Trial](), set[str]()
     for chosen in itertools.product(*axes.values()):
@@ -89,8 +91,11 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         name, equals, value = word.removeprefix("--").partition("=")
         if equals or not words or words[0].startswith("--") or not word.startswith("--"):
             yield name, value, [word]
-        else:
-            yield name, words[0], [word, words.pop(0)]
+            continue
+        value = words.pop(0)
+        while value.endswith(",") and words and not words[0].startswith("--"):  # 1e-3, 2e-3
+            value += words.pop(0)
+        yield name, value, [word, value]
 
 
 def _values(name: str, text: str) -> list[str]:
@@ -99,33 +104,53 @@ def _values(name: str, text: str) -> list[str]:
     Raises:
         ConfigError: a value is empty or given twice.
     """
-    default = (flatten(RunConfig()) | _OPTIONS).get(name, ())
+    default = (flatten(RunConfig()) | _OPTIONS).get(name)
     if isinstance(default, tuple) or name.startswith("job.") or text[:1] in ("[", "{") or "," not in text:
         return [text]
     values = [value.strip() for value in next(csv.reader([text], skipinitialspace=True))]
-    if "" in values or len(set(values)) < len(values):
+    distinct = {_number(value): value for value in reversed(values) if value}
+    if len(distinct) < len(values):
         what = "an empty value" if "" in values else "a value twice"
-        fix = f"--{name} " + ",".join(dict.fromkeys(value for value in values if value))
+        fix = f"--{name} " + ",".join(
+            [*distinct.values()][::-1] if len(distinct) > 1 else [*distinct.values(), "ANOTHER"]
+        )
         raise ConfigError(f"--{name} {text} has {what}.", where="command line", fix=fix)
     return values
+
+
+def _number(text: str) -> float | str:
+    """The number that ``text`` is, or the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
     """Record the flags of each run in the folder of the sweep. A sweep that is continued may add runs.
 
     Raises:
-        ConfigError: a run was started there with other flags, or the folder cannot be written.
+        ConfigError: a run there is not one of this sweep or has other flags, another process trains one, or the folder
+            cannot be written.
     """
-    known = read_json(folder / FILE) or {}
+    known = {name: words for name, words in (read_json(folder / FILE) or {}).items() if isinstance(words, list)}
     flags = {trial.folder.name: trial.words[:-1] for trial in trials}  # the last one is the folder
-    if others := [name for name in flags if known.get(name, flags[name]) != flags[name]]:
+    fix = f"give another --{RUN_DIR}"
+    strangers = [path for path in (folder, *(folder / name for name in flags if name not in known)) if is_run(path)]
+    if strangers:
+        what = f"{strangers[0]} is a run that this sweep did not start."
+        raise ConfigError(what, where=f"--{RUN_DIR}", why="a sweep trains all of its runs", fix=fix)
+    if others := [name for name in flags if sorted(known.get(name, flags[name])) != sorted(flags[name])]:
         before = " ".join(map(str, known[others[0]]))
         raise ConfigError(
             f"{folder} has a sweep with other flags: {others[0]} had {before}.",
             where=f"--{RUN_DIR}",
             why="the runs of one sweep differ only in its values",
-            fix=f"give another --{RUN_DIR}, or the earlier flags",
+            fix=f"{fix}, or the earlier flags",
         )
+    if busy := [trial for trial in trials if run_row(trial.folder).state.word == "running"]:
+        what = f"another process trains {busy[0].folder}."
+        raise ConfigError(what, where=f"--{RUN_DIR}", fix=f"wait until it has ended, or {fix}")
     try:
         write_whole(folder / FILE, json.dumps(known | flags, indent=2) + "\n")
     except OSError as error:
@@ -151,7 +176,11 @@ def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool)
         output.flush()
         if is_done:
             continue
-        process = subprocess.Popen([*PROGRAM, "train", *trial.words], stdout=2 if is_quiet else None)
+        process = subprocess.Popen(
+            [*PROGRAM, "train", *trial.words],
+            stdout=2 if is_quiet else None,
+            preexec_fn=functools.partial(ask_for_signal, signal.SIGTERM),  # if the sweep is killed, the run saves
+        )
         num_sent = 0
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
