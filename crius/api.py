@@ -244,9 +244,9 @@ def _flag(name: str, value: Any) -> list[str]:
 def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:
     """Train as the only rank, in this process."""
     from crius.cli.train import own, run_tools
+    from crius.in_process import only_run, process_as_before
     from crius.launch.crew import attempt
     from crius.launch.environment import single_placement
-    from crius.launch.in_process import only_run, process_as_before
     from crius.launch.report import report_path
     from crius.train import job
 

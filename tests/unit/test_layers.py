@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit", "generate", "evaluate", "convert")
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
+    **{"config": 0, "models": 1, "kernels": 1, "in_process": 4, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
     **dict.fromkeys(("host", "plugins", "redact", "run_file", "shards", "signals"), -1),
     "named": -2,  # shards has what it says of parts too
     **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
@@ -75,7 +75,7 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 24_740, "tools": 13_300}
+MOST_CODE = {"trainer": 24_870, "tools": 13_300}
 """Lines of code of the two houses: decision 047 has the aims, with all models and features."""
 
 MOST_LOADED = {"crius": 203, "crius.tools.plan": 13}
