@@ -22,7 +22,7 @@ EXPERTS = (
     *("--data.source", "text", "--data.path", "text/train"),
     *("--validation.path", "code=text/code", "--validation.path", "english=text/english"),
 )
-FAULTS = "kill:step=97,rank=1;nan:step=141;spike:step=205,factor=4;hang:step=233,attempt=1,rank=1"
+EARLY, LATE = "kill:step=97,rank=1;nan:step=141", "spike:step=205,factor=4;hang:step=233,rank=1"
 SAMPLE = ("--prompt", "def main(", "--prompt", "The while statement", "--temperature", "0.7", "--max_new_tokens", "120")
 LAYOUTS = ("1", "fsdp2", "tp2")
 
@@ -75,10 +75,10 @@ def main(place: str, *flags: str) -> None:
         crius(folder, "plan", "--calibrate", must=False)  # a busy machine cannot be measured: then no speed is planned
     write_texts(folder / "text")
     if not (folder / "experts" / "samples.jsonl").exists():
-        train(folder, "experts", *EXPERTS, *flags, "--training.steps", "150", faults=FAULTS)
+        train(folder, "experts", *EXPERTS, *flags, "--training.steps", "150", faults=EARLY)
         crius(folder, "generate", "experts", *SAMPLE)
         (folder / "experts" / "summary.json").unlink()
-    train(folder, "experts", *EXPERTS, *flags, "--training.steps", "300", faults=FAULTS)
+    train(folder, "experts", *EXPERTS, *flags, "--training.steps", "300", faults=LATE)
     for layout in LAYOUTS:
         train(folder, layout, "--layout", layout, "--training.steps", "150", "--checkpoint.no_enable", *SHORT)
     crius(folder, "report", *LAYOUTS, "--out", "overlay.html")
