@@ -19,7 +19,7 @@ def data_path_given(facts: Facts) -> Violations:
         return  # nothing is read
     if data.source == "stdlib" and data.path:
         yield ConfigError(
-            f"data.path {', '.join(data.path)} has no effect with data.source stdlib.",
+            f"data.path {', '.join(data.path) or '(empty)'} has no effect with data.source stdlib.",
             where=facts.flag("data.path"),
             fix="--data.source text or jsonl",
         )
