@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from crius import errors
 from crius.config.changes import flag
+from crius.config.names import SHORT
+from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import command_line_flags, flatten, takes, to_toml, wrong_kind
 from crius.errors import ConfigError, CriusError
@@ -35,6 +37,14 @@ if TYPE_CHECKING:
     from crius.models.decoder import Decoder
     from crius.train.loop import Loop
 
+
+_OPTIONS = {
+    **dict.fromkeys(("help", "version", "json", "strict", "dry_run", "dry_run_rank", "dry_run_imbalance"), ""),
+    "import": 'crius.models.registry.import_models(["mymodel"], "notebook")',
+    "nproc": 'give the degrees, such as {"layout": "fsdp2"}',
+    "recipe": "crius.run(settings, recipe=NAME)",
+}
+"""Options of ``crius train`` that are not settings, and what to do in place of each."""
 
 FILE = "run.toml"  # of a whole RunConfig, for the words of a command line
 
@@ -196,9 +206,15 @@ def _wrong_value(name: Any, value: Any) -> list[CriusError]:
     if not isinstance(name, str) or not name or name.startswith("-"):
         fix = 'give a dotted name, such as "training.steps"'
         return [ConfigError(f"{name!r:.100} is not the name of a setting.", where="crius.run", fix=fix)]
+    if name in _OPTIONS:
+        what = f"{name} is an option of crius train, not a setting."
+        return [ConfigError(what, where="crius.run", fix=_OPTIONS[name] or "leave it out")]
     hint: Any = RunConfig
-    for part in name.split("."):
+    for part in (ALIASES | SHORT).get(name, name).split("."):
         hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    if dataclasses.is_dataclass(hint):
+        fix = f'name its settings, such as "{name}.{dataclasses.fields(hint)[0].name}"'
+        return [ConfigError(f"{name} is a section, not a setting.", where="crius.run", fix=fix)]
     if isinstance(value, (list, tuple)):
         value = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in value]
     elif not isinstance(value, bool):
@@ -219,8 +235,8 @@ def _located(where: str, file: str = "command line") -> Iterator[None]:
 def _words(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) -> list[str]:
     """The settings as words of a command line."""
     if isinstance(config, Mapping):
-        given = {name: value for name, value in config.items() if value is not None}
-        return ["--recipe", recipe] * bool(recipe) + [word for item in given.items() for word in _flag(*item)]
+        given = [word for name, value in config.items() if value is not None for word in _flag(name, value)]
+        return ["--recipe", recipe] * bool(recipe) + given
     file = scratch / FILE
     file.write_text(to_toml(config), encoding="utf-8")
     beside = {  # that the file lacks: secrets and [job]
@@ -248,6 +264,7 @@ def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:
     from crius.launch.crew import attempt
     from crius.launch.environment import single_placement
     from crius.launch.report import report_path
+    from crius.launch.stop import STOPPED
     from crius.train import job
 
     raised: list[BaseException] = []
@@ -272,8 +289,9 @@ def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:
         stack.enter_context(process_as_before())
         # of the launcher "local": a second interrupt must not end this process
         place = dataclasses.replace(single_placement(), launcher="local", log_dir=folder / "logs")
-        _, report = attempt(train, place)
-    if report or (raised and isinstance(raised[0], KeyboardInterrupt)):
+        attempt(train, place)
+    has_stopped = bool(raised) and isinstance(raised[0], SystemExit) and raised[0].code in STOPPED
+    if raised and not has_stopped:
         raise raised[0]
 
 

@@ -41,10 +41,31 @@ def only_run() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _plain_torch() -> Iterator[None]:
+    """While this is open, torch computes as in a new process: with gradients, on the CPU where no device is named, in
+    the dtype of the tensors, and with whole products in float32."""
+    precision = "highest"
+    with contextlib.suppress(RuntimeError):  # it was set by torch.backends, which has no one value for all devices
+        precision = torch.get_float32_matmul_precision()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device() != torch.device("cpu"):
+            stack.enter_context(torch.device("cpu"))
+        if precision != "highest":
+            torch.set_float32_matmul_precision("highest")
+            stack.callback(torch.set_float32_matmul_precision, precision)
+        yield
+
+
+@contextlib.contextmanager
 def process_as_before() -> Iterator[None]:
     """Train in a state of its own, and restore what a run changes in its process: signals, log lines, environment
     variables, random numbers, threads, determinism, kernels, the collector."""
     threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     finds_anomalies, collects, dtype = torch.is_anomaly_enabled(), gc.isenabled(), torch.get_default_dtype()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     environ, hook = dict(os.environ), sys.excepthook
@@ -54,7 +75,7 @@ def process_as_before() -> Iterator[None]:
     status.step, status.limit_seconds, logger.handlers = None, 0.0, []
     torch.set_default_dtype(torch.float32)
     try:
-        with choice.applied(choice.current()), torch.inference_mode(False), torch.enable_grad():
+        with choice.applied(choice.current()), _plain_torch():
             yield
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -74,7 +95,7 @@ def process_as_before() -> Iterator[None]:
         for name in os.environ.keys() - environ.keys():
             del os.environ[name]
         os.environ.update(environ)
-        torch.use_deterministic_algorithms(is_exact)
+        torch.use_deterministic_algorithms(is_exact, warn_only=only_warns)
         torch.autograd.set_detect_anomaly(finds_anomalies)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

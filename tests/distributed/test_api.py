@@ -72,6 +72,8 @@ def state_and_losses(folder):
     logger, handler = logging.getLogger("crius"), logging.NullHandler()
     logger.addHandler(handler)
     torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
     refused = []
 
     def another():
@@ -83,15 +85,25 @@ def state_and_losses(folder):
     def state():
         numbers = random.getstate(), torch.get_rng_state().tolist()
         log = list(logger.handlers), logger.propagate, logger.level
-        return numbers, log, dict(os.environ), sys.excepthook, torch.get_default_dtype()
+        modes = torch.get_float32_matmul_precision(), torch.is_deterministic_algorithms_warn_only_enabled()
+        return numbers, log, dict(os.environ), sys.excepthook, torch.get_default_dtype(), modes
 
     before = state()
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         run = crius.run(SMALL | {"job.run_dir": str(folder / "mine")}, sinks=[Notes(2, another)])
     after = state()
     torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
     logger.removeHandler(handler)
     return before == after, run.metrics["loss"], refused
+
+
+def exit_of_sink(folder):
+    try:
+        crius.run(SMALL | {"job.run_dir": str(folder)}, sinks=[Notes(2, lambda: sys.exit(3))])
+    except SystemExit as error:
+        return error.code
 
 
 def several_runs(folder):
@@ -125,6 +137,7 @@ def several_runs(folder):
         fails = Notes(2, lambda: 1 / 0)
         crius.run(SMALL | {"job.run_dir": str(folder / "sink")}, sinks=[fails])
     except ZeroDivisionError:
+        found["exit"] = exit_of_sink(folder / "exit")
         found["sink"] = fails.num_closed, crius.load_run(folder / "sink").state
 
     found["state"] = state_and_losses(folder / "state")
@@ -187,7 +200,11 @@ def test_a_run_repeats_another_one_by_its_file(left, folder):
         ({"": 1}, (), "'' is not the name of a setting"),
         ({"optimizer.lr": [1, 2]}, (), r"optimizer.lr = \[1, 2\] is a list, and the setting takes a number"),
         ({"training.steps": True}, (), "training.steps = true is true or false, and the setting takes an integer"),
-        ({"dry_run": True}, (), "unknown flag --dry_run"),
+        ({"dry_run": True}, (), "dry_run is an option of crius train, not a setting"),
+        ({"help": True}, (), "help is an option"),
+        ({"nproc": 2}, (), "nproc is an option.*give the degrees"),
+        ({"lr": (1e-3, 2e-3)}, (), "lr = .* is a list, and the setting takes a number"),
+        ({"model": {"num_layers": 1}}, (), 'model is a section.*"model.name"'),
         ({}, None, "None is not a list of sinks"),
         ({}, [object()], "is not a sink.*write"),
         (replace_fields(RunConfig(), {"optimizer.name": "x"}), (), '"x" for optimizer.name from crius.run'),
@@ -219,7 +236,7 @@ def test_an_interrupt_saves_and_gives_the_run_that_was_stopped(left, folder):
 
 
 def test_the_error_of_a_sink_ends_the_run(left):
-    assert left["sink"] == (1, "failed")
+    assert left["sink"] == (1, "failed") and left["exit"] == 3
 
 
 def test_a_thread_can_train(left):
