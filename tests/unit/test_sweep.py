@@ -26,7 +26,7 @@ folder.mkdir(parents=True, exist_ok=True)
 with (folder / "calls").open("a") as file:
     file.write("call\\n")
 rate = float(values["optimizer.lr"])
-(folder / "run.toml").write_text("[training]\\nsteps = 4\\n")
+(folder / "run.toml").write_text(f"[training]\\nsteps = 4\\n[optimizer]\\nlr = {rate}\\n")
 (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "loss": 10 - rate, "tokens_per_second": 7}) + "\\n")
 if rate == 9:
     sys.exit(1)
@@ -116,6 +116,7 @@ def test_runs_that_would_share_a_name_do_not():
     ("flags", "told"),
     [
         (["--lr", "1"], "no setting has several values"),
+        (["--lr", "1", "--lr", "2"], "given twice counts once"),
         (["--lr", "1,"], "--optimizer.lr 1, has an empty value.*--optimizer.lr 1,ANOTHER"),
         (["--lr", "1e-3,0.001,2"], "a value twice.*--optimizer.lr 1e-3,2"),
         (["--lr", "1,2,1"], "--optimizer.lr 1,2"),
@@ -186,12 +187,20 @@ def test_runs_of_others_are_left_alone(at, content, told, trainer, capsys):
     assert told in capsys.readouterr().err and sorted(trainer.rglob("*")) == before
 
 
-@pytest.mark.parametrize("content", ["{cut", '{"lr_2": 5}', "[]"])
+@pytest.mark.parametrize("content", ["{cut", '{"lr_2": 5}', '{"lr_2": [5]}', "[]"])
 def test_a_damaged_file_of_a_sweep_makes_its_runs_those_of_others(content, trainer, capsys):
     command = ["sweep", "--lr", "1,2", "--job.run_dir", "s"]
     assert cli.main(command) == 0
     (trainer / "s" / ".sweep.json").write_text(content)
     assert cli.main(command) == 2 and "that this sweep did not start" in capsys.readouterr().err
+
+
+def test_values_that_change_places_are_other_settings(trainer, capsys):
+    first, other = (["--lr", "1,2", "--debug.seed", a, "--steps", b] for a, b in ("34", "43"))
+    assert trials(*first)[0] != trials(*other)[0]
+    assert cli.main(["sweep", *first, "--job.run_dir", "s"]) == 0
+    assert cli.main(["sweep", *other, "--job.run_dir", "s"]) == 2
+    assert "s has a sweep with other flags" in capsys.readouterr().err
 
 
 def test_a_run_that_another_process_trains_is_waited_for_by_the_user(trainer, capsys):

@@ -65,12 +65,12 @@ def plan_trials(flags: Sequence[str]) -> tuple[Path, list[Trial]]:
         raise ConfigError(
             "no setting has several values.",
             where="command line",
-            why="a comma separates the values of one setting",
+            why="a comma separates the values of one setting, and a flag given twice counts once, with its last value",
             fix="--optimizer.lr 1e-3,3e-3; crius train trains one run",
         )
     leaves = [name.rpartition(".")[2] for name in axes]
     labels = leaves if len(set(leaves)) == len(leaves) else list(axes)
-    digest = hashlib.sha256(json.dumps([sorted(fixed), axes]).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps([_by_name(fixed), axes]).encode()).hexdigest()[:8]
     folder = Path(run_dir or Path("runs") / (name_of_sweep or plain_name("-".join(["sweep", *leaves, digest]))))
     trials, taken = list[Trial](), set[str]()
     for chosen in itertools.product(*axes.values()):
@@ -96,6 +96,11 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         while value.endswith(",") and words and not words[0].startswith("--"):  # 1e-3, 2e-3
             value += words.pop(0)
         yield name, value, [word, value]
+
+
+def _by_name(flags: Sequence[str]) -> list[list[str]]:
+    """The words of each flag, by name. Flags of one name keep their order."""
+    return [words for _, _, words in sorted(_pairs(flags), key=lambda pair: pair[0])]
 
 
 def _values(name: str, text: str) -> list[str]:
@@ -133,14 +138,17 @@ def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
         ConfigError: a run there is not one of this sweep or has other flags, another process trains one, or the folder
             cannot be written.
     """
-    known = {name: words for name, words in (read_json(folder / FILE) or {}).items() if isinstance(words, list)}
+    noted = (read_json(folder / FILE) or {}).items()
+    known = {
+        name: words for name, words in noted if isinstance(words, list) and all(isinstance(word, str) for word in words)
+    }
     flags = {trial.folder.name: trial.words[:-1] for trial in trials}  # the last one is the folder
     fix = f"give another --{RUN_DIR}"
     strangers = [path for path in (folder, *(folder / name for name in flags if name not in known)) if is_run(path)]
     if strangers:
         what = f"{strangers[0]} is a run that this sweep did not start."
         raise ConfigError(what, where=f"--{RUN_DIR}", why="a sweep trains all of its runs", fix=fix)
-    if others := [name for name in flags if sorted(known.get(name, flags[name])) != sorted(flags[name])]:
+    if others := [name for name in flags if _by_name(known.get(name, flags[name])) != _by_name(flags[name])]:
         before = " ".join(map(str, known[others[0]]))
         raise ConfigError(
             f"{folder} has a sweep with other flags: {others[0]} had {before}.",
