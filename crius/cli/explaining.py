@@ -49,7 +49,7 @@ def explain(
 
     KEY is dotted, such as optimizer.lr. The names of torchtitan and Hugging Face work too.
     """
-    name, note = _find(key.replace("-", "_"))
+    name, note = _find(key.removeprefix("--").partition("=")[0].replace("-", "_"))
     facts = facts_of(run, nproc, None, is_dry=run.parallelism.auto)
     value, decided, default = (redact_value(name, flatten(of)[name]) for of in (run, facts.config, RunConfig()))
     argument = _argument(name)

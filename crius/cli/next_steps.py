@@ -49,9 +49,10 @@ def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int)
     )
     emit(f"run folder: {folder}{present and f' ({present})'}")
     saved = _saved(run, folder)
-    emit(f"saved: {saved or 'nothing'}")
+    is_refused = has_failed and _is_refused(folder)
+    emit("saved: nothing that can be loaded" if is_refused else f"saved: {saved or 'nothing'}")
     if code:
-        if saved and not (has_failed and _is_refused(folder)):
+        if saved and not is_refused:
             emit(f"continue from there: {continued(run, folder, placement)}")
     elif run.model.flavor == "debug" and placement is None:
         rows = list(_next_commands(facts, folder))

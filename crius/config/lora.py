@@ -13,7 +13,7 @@ NF4_BLOCK, NF4_SCALES = 64, 256
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """LoRA (Hu et al. 2021, arXiv:2106.09685): a linear layer becomes ``W x + scale * B (A x)``, W frozen."""
+    """LoRA (arXiv:2106.09685): a linear layer becomes ``W x + scale * B (A x)``, W frozen."""
 
     rank: int = 0
     """Rows of each A and columns of each B. Only A and B are trained. 0: LoRA is off, and all weights are trained."""

@@ -139,11 +139,17 @@ MOVED = {
     "eval_iters": "validation.num_samples",
     "grad_clip": "training.max_norm",
     "init_from": "checkpoint.init_from",
-    "lr_decay_iters": "lr_scheduler.decay_ratio",
     "max_iters": "training.steps",
-    "min_lr": "lr_scheduler.min_lr_factor",
     "out_dir": "job.run_dir",
     "warmup_iters": "lr_scheduler.warmup_steps",
+    # Megatron's, and names of other places
+    **dict.fromkeys(("context_length", "max_length"), "training.seq_len"),
+    "micro_batch_size": "training.local_batch_size",
+    "model_name_or_path": "checkpoint.init_from",
+    "pipeline_model_parallel_size": "parallelism.pipeline_parallel_degree",
+    "tensor_model_parallel_size": "parallelism.tensor_parallel_degree",
+    "train_iters": "training.steps",
+    "wandb": "metrics.enable_wandb",
 }
 
 _ACCUMULATION = (
@@ -178,6 +184,8 @@ NOTHING = {
     **dict.fromkeys(("job.custom_config_module", "experimental.*"), _MODULES),
     "job.description": "job.name names a run",
     "job.print_args": "crius config show prints all settings",
+    "lr_decay_iters": "the decay ends with the last step; lr_scheduler.decay_ratio is its share of all steps",
+    "min_lr": "lr_scheduler.min_lr_factor is a share of the peak: min_lr / learning_rate",
     "memory_estimation.enabled": "crius train --dry_run shows the memory of a rank",
     "metrics.disable_color_printing": "nothing is printed in colours",
     "metrics.save_for_all_ranks": "rank 0 writes the metrics, which are sums over all ranks",

@@ -94,7 +94,7 @@ def toml_table(path: Path) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
     try:
-        table = tomllib.loads(content.decode())
+        table = tomllib.loads(content.decode("utf-8-sig"))  # editors on Windows write a byte order mark
     except RecursionError:
         raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels") from None
     except ValueError as error:

@@ -204,8 +204,8 @@ class CompileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    """Implementations. Crius chooses them by device and case unless they are named here; the log says which were
-    chosen."""
+    """Implementations of the operators. Crius chooses them by device and case unless they are named here; the log says
+    which were chosen."""
 
     linear: Literal["auto", "torch", "onednn"] = "auto"
     """Matmuls of float32 linear layers on a CPU. torch: as F.linear does them, with MKL on x86. onednn: oneDNN for the

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import io
 import json
+import shlex
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,12 +55,14 @@ def decode(content: bytes, file: Path, line: int, offset: int) -> str:
     except UnicodeDecodeError as error:
         line += content.count(b"\n", 0, error.start)
         compressed = content.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")) and offset == 0
+        encoding = "UTF-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) and offset == 0 else "LATIN1"
+        name = shlex.quote(str(file))
         raise DataError(
             f"byte {offset + error.start} of {file} is 0x{content[error.start]:02x}, which is not UTF-8.",
             where=f"{file}:{line}",
             fix="the file looks compressed: unpack it first"
             if compressed
-            else f"iconv -t UTF-8 {file}, or remove the byte",
+            else f"iconv -f {encoding} -t UTF-8 {name} > {name}.utf8 if it is {encoding}, and give that file",
         ) from error
     return text.removeprefix("\ufeff") if offset == 0 else text
 

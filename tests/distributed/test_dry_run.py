@@ -70,6 +70,7 @@ CASES = {
     "fsdp4, never resharded": flags(fsdp=4, more=[f"{P}reshard_after_forward_mode", "never"]),
     "fsdp4, resharded to 2": flags(fsdp=4, more=[f"{P}reshard_after_forward_mode", "2"]),
     "fsdp2 with 5 microbatches": flags(fsdp=2, batch=10, local=1, layers=5),
+    "8 microbatches, summed as trees": flags(batch=8, local=1, layers=5, more=["--training.reproducible"]),
     "hsdp2x2 with 5 microbatches, deferred": flags(
         ddp=2, fsdp=2, batch=20, local=1, layers=5, more=["--training.gradient_sync", "deferred"]
     ),

@@ -1,6 +1,7 @@
 """Documents: what is read, and that each kind of bad input is one error that says where."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,18 @@ def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
     file = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "' + b"x" * (1 << 20))
     with pytest.raises(DataError, match=r"a.jsonl:2(?s:.)*jq -c"):
         read("jsonl", file)
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16", "LATIN1"])
+def test_text_in_another_encoding_is_converted_by_the_command_that_is_printed(encoding, tmp_path):
+    file = write(tmp_path / "my text.txt", "caf\u00e9\n".encode(encoding))
+    with pytest.raises(DataError) as caught:
+        read("text", file)
+    command = caught.value.fix.partition(" if it is")[0]
+    if shutil.which("iconv"):
+        subprocess.run(command, shell=True, check=True)
+        assert (tmp_path / "my text.txt.utf8").read_text(encoding="utf-8") == "caf\u00e9\n"
+    assert f"-f {encoding} " in command
 
 
 def test_text_that_is_not_utf8_names_line_and_byte_also_behind_the_first_piece(tmp_path, monkeypatch):

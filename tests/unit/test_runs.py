@@ -104,6 +104,14 @@ def test_a_finished_run_that_was_started_again_and_died_has_failed(tmp_path):
     assert str(run_row(tmp_path / "run").state) == "failed"
 
 
+def test_a_finished_run_that_could_not_be_continued_has_failed(tmp_path):
+    logs = write_run(tmp_path / "run", [3.0, 2.0], summary={}) / "logs"
+    logs.mkdir()
+    (logs / "rank-0.error.json").write_text(json.dumps({"exception": "CheckpointError"}))
+    os.utime(logs / "rank-0.error.json", (time.time() + 9, time.time() + 9))
+    assert str(run_row(tmp_path / "run").state) == "failed (CheckpointError)"
+
+
 def test_a_failed_run_names_the_error_that_came_first(tmp_path):
     logs = write_run(tmp_path / "run", [3.0]) / "logs"
     logs.mkdir()

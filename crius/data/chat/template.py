@@ -71,7 +71,7 @@ def find_template(read: Callable[[str], bytes | None], parse: Callable[[bytes, s
             raise DataError(
                 f"{TEMPLATE} is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}.",
                 where="--tokenizer.path",
-                fix=f"iconv -t UTF-8 {TEMPLATE}, or download the model's file again",
+                fix="download the model's file again",
             ) from None
     if (content := read(TOKENIZER_CONFIG)) is None:
         return ""

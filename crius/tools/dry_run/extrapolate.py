@@ -59,13 +59,14 @@ class Extrapolation:
 
     def __init__(self, measure: Measure, config: RunConfig, model: ModelDescription, *, full: bool = False) -> None:
         self._measure, self._full, self._alike = measure, full, blocks_are_alike(config, model)
+        self._has_trees = config.training.reproducible  # their counts of microbatches are powers of two
         self._known: dict[tuple[tuple[str, ...], int, int], Values] = {}
         self.blocks: set[int] = set()
         self.microbatches: set[int] = set()
 
     def of(self, names: Sequence[str], num_microbatches: int) -> Values:
         """The measurement of ``names`` and ``num_microbatches``."""
-        if self._full or num_microbatches <= FEW[-1]:
+        if self._full or self._has_trees or num_microbatches <= FEW[-1]:
             return self._of_blocks(names, num_microbatches)
         self.microbatches.add(num_microbatches)
         return along(self._of_blocks(names, FEW[0]), self._of_blocks(names, FEW[1]), num_microbatches)

@@ -173,14 +173,16 @@ def state_of(
     if (holder_of(path) or {}).get("command") == "train":
         return RunState("running")
     done, begun = _whole(summary.get("steps")), finite(start.get("time"))
+    errors = list((path / "logs").glob("rank-*.error.json"))
     if done is not None and done >= (step or 0):
         # a run that resumed and then failed still has its old summary
-        if begun is None or (path / "summary.json").stat().st_mtime >= begun:
+        ended = (path / "summary.json").stat().st_mtime
+        if (begun is None or ended >= begun) and all(error.stat().st_mtime <= ended for error in errors):
             signal = summary.get("stopped_by")
             if not signal:
                 return RunState("finished")
             return RunState("preempted" if saves and signal != "SIGINT" else "stopped", str(signal))
-    reports = [read_json(report) or {} for report in (path / "logs").glob("rank-*.error.json")]
+    reports = [read_json(error) or {} for error in errors]
     first = min(
         reports, key=lambda report: (bool(report.get("peer_loss")), finite(report.get("wall")) or 0), default={}
     )
