@@ -48,7 +48,7 @@ def _mistakes(
 ) -> Iterator[CriusError]:
     if isinstance(error, UnusedCliTokensError):
         unused = " ".join(error.unused_tokens or ())
-        fix = "repeat a flag for each of its values: --flag A --flag B"
+        fix = "leave it out; a flag with several values is repeated: --flag A --flag B"
         yield ConfigError(f"{unused} does not belong to a flag.", where="command line", fix=fix)
     elif isinstance(error, WrongSettings):
         yield from _unknown_flags(error.arguments, argv, argv)
@@ -94,7 +94,10 @@ def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
         value = (error.unused_tokens or [""])[0]
     if guess and not nearest_typo(value, [guess[1]]):
         text = text.replace(guess[0], "")
-    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help all for the possible values")
+    fix = f"see {' '.join(['crius', *commands])} --help all for the possible values"
+    if setting := re.search(r" (?:for|parameter) --([a-z_0-9]+(?:\.[a-z_0-9]+)+)", text):
+        return ConfigError(text, where="command line", fix=f"crius config explain {setting[1]} says what it takes")
+    return ConfigError(text, fix=fix)
 
 
 def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str = "train") -> ConfigError:

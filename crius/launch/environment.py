@@ -66,12 +66,16 @@ def joined_placement(environ: Mapping[str, str]) -> Placement | None:
     return _slurm_placement(environ) if in_slurm_step else None
 
 
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
 def _torchrun_placement(environ: Mapping[str, str]) -> Placement:
     missing = [name for name in _TORCHRUN if not environ.get(name)]
     if missing:
         found = [name for name in _TORCHRUN if name not in missing]
         raise EnvironmentError(
-            f"{', '.join(found)} is set but {', '.join(missing)} is not.",
+            f"{', '.join(found)} {_are(found)} set but {', '.join(missing)} {_are(missing)} not.",
             where="the environment",
             why="a launcher such as torchrun sets all of " + ", ".join(_TORCHRUN),
             fix=f"unset {' '.join(found)} to start local workers, or start this with torchrun --nproc_per_node N",

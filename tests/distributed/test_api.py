@@ -383,6 +383,14 @@ def test_an_exported_model_is_the_same_one(left, folder):
     assert torch.equal(crius.load_model(folder / "hf")(tokens_BT), crius.load_model(folder / "first")(tokens_BT))
 
 
+def test_a_run_on_bytes_is_imported_with_its_tokenizer(left, folder, capsys):
+    from crius import cli
+
+    assert cli.main(["import", str(folder / "first"), str(folder / "imported")]) == 0
+    assert cli.main(["generate", str(folder / "imported"), "--prompt", "a", "--max_new_tokens", "2"]) == 0
+    assert crius.load_run(folder / "imported").settings["tokenizer.path"] == "byte"
+
+
 def test_a_run_is_read_without_torch(left, folder):
     code = (
         "import sys, crius; run = crius.load_run(sys.argv[1])\n"

@@ -190,6 +190,7 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--recipe", "llama_debug"], "did you mean llama3_debug?"),
         (["--config", "none.toml"], "none.toml cannot be read: No such file"),
         (["--training.steps", "many"], 'Invalid value for --training.steps: unable to convert "many" into int'),
+        (["--training.steps", "many"], "fix    crius config explain training.steps says what it takes"),
         (["--training.steps", "1.5"], "training.steps 1.5 is not a whole number"),
         (["--training.steps"], "--training.steps requires an argument"),
         (["--compile.enable=maybe"], 'Invalid value for --compile.enable: unable to convert "maybe" into bool'),

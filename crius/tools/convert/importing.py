@@ -117,6 +117,8 @@ def import_model(source: str, target: str) -> Import:
         tables = {"model": dict(weights.model)}
         if (folder / TOKENIZER_FOLDER).exists():
             tables["tokenizer"] = {"path": str(place.absolute() / TOKENIZER_FOLDER)}
+        elif weights.tokenizer == "byte":
+            tables["tokenizer"] = {"path": "byte"}
         (folder / "run.toml").write_text(f"# {ascii(weights.origin)[1:-1]}\n" + tomli_w.dumps(tables))
         config = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
         digest = _write(folder, weights, config)
@@ -145,7 +147,7 @@ def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]
     names = [name for name in TOKENIZER_FILES if (folder / name).exists()] if is_file else []
     copies = {name: (lambda to, name=name: copy_file(folder, name, to)) for name in names}
     if not is_file:
-        return weights, copies, f"none: {source} has no {TOKENIZER}"
+        return weights, copies, "byte" if weights.tokenizer else f"none: {source} has no {TOKENIZER}"
     original = None if TOKENIZER in copies else original_file(folder)
     return weights, copies | _converted(folder, original), f"converted from {original.name}" if original else ""
 

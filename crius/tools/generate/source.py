@@ -180,7 +180,7 @@ def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Toke
                 f"the tokenizer of {path} has {tokenizer.vocab_size:,} ids, the model only {facts.vocab_size:,} rows."
                 if weights.tokenizer
                 else f"{path} has no tokenizer.",
-                where="SRC",
+                where="command line",
                 fix="put the tokenizer.json of this model into the folder",
             )
         )
