@@ -324,7 +324,12 @@ J7 = [
     # a wrong command line
     Row("crius trian", 2, ('"trian"', '"train"')),
     Row("crius train --training.stesp 5", 2, ("did you mean --training.steps",)),
-    Row("crius train --training.steps many", 2, ("--training.steps", "many", "crius config explain training.steps"), never=("COMMAND",)),
+    Row(
+        "crius train --training.steps many",
+        2,
+        ("--training.steps", "many", "crius config explain training.steps"),
+        never=("COMMAND",),
+    ),
     Row("crius train --model.name lama3", 2, ("did you mean llama3",)),
     Row("crius train --model.flavor 7b", 2, ("no flavor 7b", "8b"), never=("did you mean 70b",)),
     Row("crius train --checkpoint.last_save_in_hf", 2, ("--checkpoint.last_save_in_hf",), never=("load_step",)),
