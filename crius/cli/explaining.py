@@ -27,7 +27,6 @@ from crius.config import names, rules
 from crius.config.other_trainers import ALIASES, MOVED
 from crius.config.run import RunConfig
 from crius.config.toml_file import choices_of, flatten, in_words
-from crius.errors import ConfigError
 from crius.redact import redact_value
 
 DEFAULTS = flatten(RunConfig())
@@ -85,9 +84,6 @@ def _find(written: str) -> tuple[str, str]:
         other = table.get(written, "")
         if other.split(" ")[0] in DEFAULTS:
             return other.split(" ")[0], f"{written} {note} {other}"
-    if any(name.startswith(f"{written}.") for name in DEFAULTS):
-        fix = f"crius train --help {written} lists its settings"
-        raise ConfigError(f"{written} is a section, not a setting.", where="command line", fix=fix)
     raise names.unknown("setting", written, DEFAULTS, "command line", "train")
 
 

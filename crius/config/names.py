@@ -104,12 +104,17 @@ def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str
     """Error about an unknown flag (``--a.b``) or TOML key (``a.b``), with Crius's name for it, if there is one."""
     dashes = "--" if kind == "flag" else ""
     shown = written if written.isprintable() else ascii(written)
-    instead, why = meant(written.removeprefix("--").replace("-", "_"), known)
+    names = list(known)
+    instead, why = meant(written.removeprefix("--").replace("-", "_"), names)
     if instead:
         hint = f"{dashes}{instead}"
         return ConfigError(f"unknown {kind} {shown}, did you mean {hint}?", where=where, fix=f"write {hint}")
     if why:
         return ConfigError(f"unknown {kind} {shown}: Crius lacks it.", where=where, why=why, fix="leave it out")
+    section = written.removeprefix("--").replace("-", "_")
+    if any(name.startswith(f"{section}.") for name in names):
+        fix = f"crius {verb} --help {section} lists its settings"
+        return ConfigError(f"{shown} is a section, not a setting.", where=where, fix=fix)
     what = f"unknown {kind} {shown}: there is no such setting."
     return ConfigError(what, where=where, fix=f"crius {verb} --help all lists every flag")
 
