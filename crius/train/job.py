@@ -338,11 +338,13 @@ def _validation(job: Job, corpus: Corpus) -> Validation | None:
 def _sinks(job: Job, run_dir: Path, corpus: Corpus, stack: contextlib.ExitStack, loop: Loop) -> list[Sink]:
     if job.ranks.rank != 0:
         return []
-    if loop.state.step < job.config.training.steps or not (run_dir / "run.toml").exists():  # it says what was trained
+    has_more = loop.state.step < loop.config.training.steps
+    if has_more or not (run_dir / "run.toml").exists():  # it says what was trained
         # a comment lists the modules of --import: a configuration cannot name them, because it runs no code
         imports = "".join(f"# --import {name}\n" for name in registry.IMPORTED)
         write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
-    note_start(job, run_dir, corpus, loop.state.step)
+    if has_more:
+        note_start(job, run_dir, corpus, loop.state.step)
     memory_gib = total_memory_gib(job.ranks.device)
     settings, steps = shown(job.config), loop.config.training.steps
     sinks = build_sinks(job.config.metrics, run_dir, steps, memory_gib, loop.state.step, settings)

@@ -375,8 +375,6 @@ def note_start(job: Job, run_dir: Path, corpus: Corpus, step: int) -> None:
         step: number of steps that were done before this start. 0: the run begins, and earlier lines are not its own.
     """
     model, facts, layout = job.config.model, job.facts, job.mesh.layout
-    if step >= job.config.training.steps:
-        return  # nothing is left to train
     start = {
         "time": time.time(),
         "step": step,
