@@ -4,8 +4,9 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 class RunFile:
@@ -78,6 +79,23 @@ class RunFile:
         if not self._has_warned:
             self._has_warned = True
             self._warn(f"{self._path} {what}: {self._loss}")
+
+
+def json_records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The JSON objects of a file of lines, and None for each damaged line; the last line may be incomplete.
+
+    A file that is missing has no lines.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None if line.endswith(b"\n") else {}
+            yield record if isinstance(record, dict) else None
 
 
 class Mirror:

@@ -94,26 +94,24 @@ def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
         value = (error.unused_tokens or [""])[0]
     if guess and not nearest_typo(value, [guess[1]]):
         text = text.replace(guess[0], "")
-    fix = f"see {' '.join(['crius', *commands])} --help all for the possible values"
     if setting := re.search(r" (?:for|parameter) --([a-z_0-9]+(?:\.[a-z_0-9]+)+)", text):
         return ConfigError(text, where="command line", fix=f"crius config explain {setting[1]} says what it takes")
-    return ConfigError(text, fix=fix)
+    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help all for the possible values")
 
 
 def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str = "train") -> ConfigError:
     """Error about an unknown flag (``--a.b``) or TOML key (``a.b``), with Crius's name for it, if there is one."""
     dashes = "--" if kind == "flag" else ""
     shown = written if written.isprintable() else ascii(written)
-    names = list(known)
-    instead, why = meant(written.removeprefix("--").replace("-", "_"), names)
+    names, ours = list(known), written.removeprefix("--").replace("-", "_")
+    instead, why = meant(ours, names)
     if instead:
         hint = f"{dashes}{instead}"
         return ConfigError(f"unknown {kind} {shown}, did you mean {hint}?", where=where, fix=f"write {hint}")
     if why:
         return ConfigError(f"unknown {kind} {shown}: Crius lacks it.", where=where, why=why, fix="leave it out")
-    section = written.removeprefix("--").replace("-", "_")
-    if any(name.startswith(f"{section}.") for name in names):
-        fix = f"crius {verb} --help {section} lists its settings"
+    if any(name.startswith(f"{ours}.") for name in names):
+        fix = f"crius {verb} --help {ours} lists its settings"
         return ConfigError(f"{shown} is a section, not a setting.", where=where, fix=fix)
     what = f"unknown {kind} {shown}: there is no such setting."
     return ConfigError(what, where=where, fix=f"crius {verb} --help all lists every flag")

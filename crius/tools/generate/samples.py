@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crius.interop.weights import Weights
-from crius.run_file import write_run_file
+from crius.run_file import json_records, write_run_file
 from crius.tools.generate.settings import Settings
 
 SAMPLES = "samples.jsonl"
@@ -52,14 +52,9 @@ def _warn(why: str) -> None:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """The samples of a file, without damaged lines."""
-    found = []
     with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                sample = json.loads(line)
-                if isinstance(sample, dict) and isinstance(sample.get("time"), (int, float)):
-                    found.append(sample)
-    return found
+        return [found for found in json_records(path) if found and isinstance(found.get("time"), (int, float))]
+    return []
 
 
 def _key(sample: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from crius.config.toml_file import toml_table
 from crius.errors import ConfigError, EnvironmentError
 from crius.redact import redact_value
+from crius.run_file import json_records
 
 Columns = dict[str, list[Any]]
 """From the name of a field to its values, one per record, in the order of ``step``; None: the record lacks it."""
@@ -75,13 +76,13 @@ def _read(path: Path) -> RunHistory:
         what = "does not exist" if not path.exists() else "is not a run folder: it has no run.toml and no metrics.jsonl"
         raise ConfigError(f"{path} {what}.", where="command line", fix="give the folder of a run, e.g. runs/NAME")
     steps, sets, num_damaged = _Rows(), dict[str, _Rows](), 0
-    for record in _records(path / "metrics.jsonl"):
+    for record in json_records(path / "metrics.jsonl"):
         num_damaged += record is None
         if record and "loss" in record:
             steps.add(record)
         if record and "val_loss" in record:
             sets.setdefault(str(record.get("val_set") or ""), _Rows()).add(record)
-    starts = [start for start in _records(path / "starts.jsonl") if start]
+    starts = [start for start in json_records(path / "starts.jsonl") if start]
     first = max((number for number, start in enumerate(starts) if not start.get("step")), default=0)
     began = finite(starts[first].get("time")) if starts else None
     return RunHistory(
@@ -93,7 +94,7 @@ def _read(path: Path) -> RunHistory:
         summary=read_json(path / "summary.json"),
         plan=read_json(path / "plan.json"),
         incidents=dict(_incidents(path / "incidents")),
-        recoveries=[recovery for recovery in _records(path / "logs" / "recoveries.jsonl") if recovery],
+        recoveries=[recovery for recovery in json_records(path / "logs" / "recoveries.jsonl") if recovery],
         samples=list(_samples(path / "samples.jsonl", began or 0.0)),
         num_damaged=num_damaged,
     )
@@ -101,25 +102,10 @@ def _read(path: Path) -> RunHistory:
 
 def _samples(path: Path, began: float) -> Iterator[dict[str, Any]]:
     """The samples since ``began``: a folder may have been used by an earlier run."""
-    for sample in _records(path):
+    for sample in json_records(path):
         is_whole = sample and isinstance(sample.get("prompt"), str) and isinstance(sample.get("text"), str)
         if sample and is_whole and (finite(sample.get("time")) or 0.0) >= began:
             yield sample
-
-
-def _records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The JSON objects of a file of lines, and None for each damaged line; the last line may be incomplete."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None if line.endswith(b"\n") else {}
-            yield record if isinstance(record, dict) else None
 
 
 class _Rows:

@@ -74,7 +74,7 @@ def write_report(runs: Sequence[RunHistory], out: Path, origins: Mapping[str, st
     except OSError as error:
         why = error.strerror or str(error)
         raise EnvironmentError(
-            f"the report {out} cannot be written: {why}.", fix="give another file, e.g. --out /tmp/report.html"
+            f"the report {out} cannot be written: {why}.", fix="give another file, e.g. --out ~/report.html"
         ) from None
 
 
