@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from crius import errors
+from crius.config.argv import OPTIONS
 from crius.config.changes import flag
 from crius.config.names import SHORT
 from crius.config.other_trainers import ALIASES
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 _OPTIONS = {
-    **dict.fromkeys(("help", "version", "json", "strict", "dry_run", "dry_run_rank", "dry_run_imbalance"), ""),
+    **dict.fromkeys({"help", "version", "json", *OPTIONS} - {"layout"}, ""),
     "import": 'crius.models.registry.import_models(["mymodel"], "notebook")',
     "nproc": 'give the degrees, such as {"layout": "fsdp2"}',
     "recipe": "crius.run(settings, recipe=NAME)",

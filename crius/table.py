@@ -1,20 +1,30 @@
 """Tables as plain lines."""
 
+import unicodedata
 from collections.abc import Collection, Sequence
+
+from crius.redact import printable
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] | None = ()) -> list[str]:
-    """Rows with aligned columns.
+    """Rows with aligned columns on a terminal. Characters that act on a terminal are escaped, such as line ends.
 
     Args:
         rows: at least one row, all of the same length; a header is a row too.
         left: columns that are aligned to the left, None for all columns; the others to the right.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if left is None or column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    table = [[printable(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in rows]
+    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
+
+    def padded(cell: str, column: int) -> str:
+        space = " " * (widths[column] - _width(cell))
+        return cell + space if left is None or column in left else space + cell
+
+    return ["  ".join(padded(cell, column) for column, cell in enumerate(row)).rstrip() for row in table]
+
+
+def _width(text: str) -> int:
+    """Columns that ``text`` takes on a terminal."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else not unicodedata.combining(char) for char in text)

@@ -3,6 +3,7 @@ verbs."""
 
 import functools
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="backslashreplace")  # of letters that the encoding lacks
     SOURCES.origins.clear()
     is_parsed = False
     parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)

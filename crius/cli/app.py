@@ -48,7 +48,7 @@ Layout = Annotated[
 ]
 ConfigFiles = Annotated[tuple[Path, ...], Parameter(help="TOML file with settings; repeat it, the last one wins.")]
 NumProcesses = Annotated[int, Parameter(help="Processes to start on this machine. 0: the product of the degrees.")]
-Strict = Annotated[bool, Parameter(negative=(), help="End the run when an optimisation that is on has no effect.")]
+Strict = Annotated[bool, Parameter(negative=(), help="Fail if an optimisation has no effect.")]
 DryRun = Annotated[
     bool,
     Parameter(

@@ -1,5 +1,6 @@
-"""``crius completion``: a shell completes verbs, flags and choices."""
+"""``crius completion``: a shell completes verbs, flags, choices and files."""
 
+import re
 import sys
 from typing import Literal
 
@@ -12,10 +13,21 @@ compdef _cyclopts_crius crius
 """
 """cyclopts' script only defines a function. With these lines it works when sourced, and as file _crius in $fpath."""
 
+_ZSH_TEXT = re.compile(r"^( +'(?:\*--[\w.]+\[.*\]:[\w.]+|\d+:(?:[^:\\]|\\.)*))' \\$", re.MULTILINE)
+"""Line of the script for zsh about a value or an argument that is any text, without the end of the line."""
+
 
 @app.command
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
-    """Print the script with which a shell completes verbs, flags and choices: docs/config.md says where to put it."""
+    """Print the script with which a shell completes verbs, flags, choices, and files where any text may stand.
+
+    docs/config.md says where to put it.
+    """
     add_verbs()
-    sys.stdout.write(app.generate_completion(shell=shell) + (_ZSH if shell == "zsh" else ""))
+    script = app.generate_completion(shell=shell)
+    if shell == "bash":
+        script = script.replace("complete -F ", "complete -o default -F ")
+    if shell == "zsh":
+        script = _ZSH_TEXT.sub(r"\1:_files' \\", script) + _ZSH
+    sys.stdout.write(script)
     return 0

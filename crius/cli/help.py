@@ -44,7 +44,8 @@ class HelpPage:
     """Prints cyclopts' help as plain text (format ``plaintext``): rich's markup takes longer than all other work.
 
     A verb that takes the settings of a run shows its own flags and ``COMMON``, each on one line, unless the command
-    line names sections. On all other pages a flag has its own unbroken line, with its text indented below.
+    line names sections. On all other pages a flag has its own line, with its text indented below; choices and default
+    stand in the line of the flag if they fit.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ def _first_page(title: str, by_name: dict[str, HelpEntry], width: int) -> Iterat
     own = [name for name in by_name if "." not in name]
     groups = {title: own} | {group: [name for name in names if name in by_name] for group, names in COMMON.items()}
     labels = {name: _label(by_name[name]) for names in groups.values() for name in names}
-    column = min(max(map(len, labels.values())), width // 2)
+    column = min(max(map(len, labels.values())), width * 2 // 5)
     for group, names in groups.items():
         yield f"{group}:"
         for name in names:
@@ -154,15 +155,20 @@ def _label(entry: HelpEntry) -> str:
 
 
 def _block(title: str, entries: Sequence[HelpEntry], width: int) -> str:
-    return "\n".join([f"{title}:", *(line for entry in entries for line in _entry(entry, width)), ""])
+    head = textwrap.fill(f"{title}:", width, break_on_hyphens=False)
+    return "\n".join([head, *(line for entry in entries for line in _entry(entry, width)), ""])
 
 
 def _entry(entry: HelpEntry, width: int) -> list[str]:
     notes = [f"choices: {', '.join(entry.choices)}"] if entry.choices else []
     if entry.default is not None and entry.default not in ("", "()"):
         notes.append(f"default: {entry.default}")
-    head = "  " + " ".join(entry.display_labels_with_metavar) + (f"   [{'; '.join(notes)}]" if notes else "")
+    head = "  " + " ".join(entry.display_labels_with_metavar)
     text = " ".join(plain(entry.description).split())
+    note = f"[{'; '.join(notes)}]" if notes else ""
+    if note and len(head) + len(note) + 3 <= width:
+        head, note = f"{head}   {note}", ""
+    text = f"{note} {text}".strip()
     indent = " " * 6
     wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return [head, *wrapped]

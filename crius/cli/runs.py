@@ -1,12 +1,14 @@
 """``crius runs`` and ``crius compare``."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from crius.cli.app import Json, app, emit
+from crius.redact import printable
 from crius.tools.report.compare import compare as compare_runs
 from crius.tools.report.curves import TOLERANCE
 from crius.tools.report.history import read_run
@@ -49,8 +51,14 @@ def compare(
 ) -> int:
     """Compare runs: settings that differ, the first step with different losses, results.
 
-    Exit code 1 if a loss differs by more than the tolerance at a step that both runs report.
+    Exit code 1 if a loss differs by more than the tolerance at a step that both runs report, or if a run cannot be
+    compared.
     """
-    found = compare_runs([read_run(folder) for folder in expanded(folders)], tolerance)
+    histories = [read_run(folder) for folder in expanded(folders)]
+    reported = [run for run in histories if run.steps]
+    left_out = [run for run in histories if not run.steps] if len(reported) > 1 else []
+    for run in left_out:
+        sys.stderr.write(printable(f"{run.path} is left out: no step has been reported yet\n"))
+    found = compare_runs(reported if left_out else histories, tolerance)
     emit(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(found.lines()))
-    return 0 if found.are_equal else 1
+    return 0 if found.are_equal and not left_out else 1

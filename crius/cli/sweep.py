@@ -17,8 +17,7 @@ from crius.config.names import WrongSettings, explain
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
 from crius.launch.stop import PREEMPTED, caught_signals
-from crius.tools.report.runs import run_row
-from crius.tools.report.sweep import Trial, best_first, note_trials, plan_trials, train_all, trial_lines
+from crius.tools.report.sweep import Trial, best_first, note_trials, plan_trials, row_of, train_all, trial_lines
 
 
 @app.command
@@ -37,8 +36,8 @@ def sweep(
     _check(trials)
     note_trials(folder, trials)
     with caught_signals() as stops:
-        train_all(trials, stops, is_quiet=as_json)
-    rows = best_first([(trial, run_row(trial.folder)) for trial in trials])
+        failed = train_all(trials, stops, is_quiet=as_json)
+    rows = best_first([(trial, row_of(trial, failed)) for trial in trials])
     if as_json:
         runs = [{"settings": dict(trial.values), **row.as_dict()} for trial, row in rows]
         emit(json.dumps({"folder": str(folder), "runs": runs}, indent=2))

@@ -8,6 +8,17 @@ from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 
+OPTIONS = {
+    "recipe": "",
+    "nproc": 0,
+    "layout": "",
+    "strict": False,
+    "dry_run": False,
+    "dry_run_rank": 0,
+    "dry_run_imbalance": 1.0,
+}
+"""Flags of ``crius train`` that are not settings and take at most one value, with their defaults."""
+
 
 def normalized_argv(argv: Sequence[str]) -> list[str]:
     """``argv`` as cyclopts expects it.
@@ -15,16 +26,7 @@ def normalized_argv(argv: Sequence[str]) -> list[str]:
     torchtitan's flag names are replaced, and ``--flag true`` is joined to ``--flag=true``. If a flag is given more than
     once, the last one stays, so that a script can append to common flags. Flags that take lists collect all values.
     """
-    options = {
-        "recipe": "",
-        "nproc": 0,
-        "layout": "",
-        "strict": False,
-        "dry_run": False,
-        "dry_run_rank": 0,
-        "dry_run_imbalance": 1.0,
-    }
-    defaults: dict[str, Any] = flatten(RunConfig()) | options
+    defaults: dict[str, Any] = flatten(RunConfig()) | OPTIONS
     aliases = ALIASES | _short_forms(argv[0] if argv else "")
     out: list[str] = []
     last: dict[str, int] = {}  # index in ``out`` of each flag that takes one value

@@ -135,8 +135,8 @@ PLAN_SHORT = {
 }
 
 
-_NO_TYPOS = {"float16"}
-"""Names that are near to a setting's but mean something else."""
+_NO_TYPOS = {"float16": "bfloat16", "step": "stop"}
+"""Names that are near to another name but mean something else, and that name."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -156,8 +156,7 @@ def nearest_typo(name: str, known: Iterable[str]) -> str:
     written = name.lower()
     if written in words:
         return words[written]
-    if written in _NO_TYPOS:
-        return ""
+    words.pop(_NO_TYPOS.get(written, ""), None)
     section, _, leaf = written.rpartition(".")
     of_leaf = 0 if len(leaf) <= 2 else 1 if len(leaf) <= 7 else 2
     of_section = 1 if len(section) <= 4 else 2

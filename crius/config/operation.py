@@ -76,7 +76,7 @@ class CheckpointConfig:
     """Folder of checkpoints to start from if this run has no checkpoint yet, such as another run's."""
 
     init_from: str = ""
-    """Weights to start from if this run has no checkpoint yet: a run, a checkpoint or a Hugging Face folder. Only the
+    """Weights to start from, if this run has no checkpoint yet: a run, a checkpoint or a Hugging Face folder. Only the
     weights are loaded: step, moments, schedule and data start from the beginning. Sizes of the model and the tokenizer
     come from the source too, unless they are given."""
 

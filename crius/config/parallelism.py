@@ -22,11 +22,11 @@ class ParallelismConfig:
     over slow links: gradients are all-reduced over the replicas, and weights are gathered inside one replica."""
 
     data_parallel_shard_degree: int = -1
-    """FSDP: ranks that share the weights, gradients and optimizer state. -1: all ranks left over (of ``--nproc``, or of
+    """FSDP: ranks that share weights, gradients and optimizer state. -1: all ranks left over (of ``--nproc``, or of
     the visible GPUs, or 1 on a CPU). Raise it until the model fits."""
 
     tensor_parallel_degree: int = 1
-    """Ranks that share the matmuls of one layer. Norms are sequence-parallel, the embedding is vocabulary-parallel, and
+    """Ranks that share a layer's matmuls. Norms are sequence-parallel, the embedding is vocabulary-parallel, and
     the loss never gathers its logits. Keep it inside a node. It must divide the heads; key/value heads are replicated
     if there are fewer of them than ranks."""
 
@@ -40,11 +40,11 @@ class ParallelismConfig:
     holds all tokens of some heads. The degree must divide the heads that each tensor-parallel rank has."""
 
     pipeline_parallel_degree: int = 1
-    """Ranks that each hold some of the layers. Raise it across nodes, where gathering weights takes more time than the
+    """Ranks that each hold some layers. Raise it across nodes, where gathering weights takes more time than the
     pipeline's bubble."""
 
     expert_parallel_degree: int = 1
-    """Ranks that share the experts of one layer. Each rank has whole experts, and an all-to-all sends the rows to them.
+    """Ranks that share a layer's experts. Each rank has whole experts, and an all-to-all sends the rows to them.
     It adds no ranks: it must divide the number of experts, and the product of the shard, context and tensor parallel
     degrees. FSDP splits the experts of a rank over the remaining ranks. Raise it until the experts that are gathered
     for one layer fit, and keep it inside a node."""

@@ -150,9 +150,9 @@ def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
             fix = f"{leaf} = {value}" if takes(hint, tomllib.loads(f"x = {value}")["x"]) else ""
     elif choices and str(value) not in choices:
         fix = f"{leaf} = {' or '.join(map(json.dumps, choices))}"
-    elif takes(hint, str(value)):
-        fix = f'{leaf} = "{value}"'
-    return ConfigError(what, where=source, fix=fix)
+    elif takes(hint, texts := [str(item) for item in value] if is_list else str(value)):
+        fix = f"{leaf} = {json.dumps(texts, ensure_ascii=False)}"
+    return ConfigError(what, where=source, fix=fix or f"crius config explain {name} says what it takes")
 
 
 def choices_of(hint: Any) -> list[str]:

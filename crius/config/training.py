@@ -42,7 +42,7 @@ class TrainingConfig:
     """dtype in which weights are kept and updated. bfloat16 halves their memory; see optimizer.stochastic_rounding."""
 
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of the gathered weights and of the activations. The optimizer updates weights in training.dtype. auto:
+    """dtype of weights in matmuls, and of activations. The optimizer updates weights in training.dtype. auto:
     bfloat16 on a GPU and on a CPU with bfloat16 matmuls (amx_bf16 or avx512_bf16), else float32. A resumed run keeps
     the dtype of its checkpoint."""
 
@@ -159,7 +159,7 @@ class ActivationCheckpointConfig:
     """Recompute activations in the backward instead of keeping them. The loss stays the same to the last bit."""
 
     mode: Literal["none", "full", "selective", "memory_budget", "auto"] | None = None
-    """Activations that the backward computes again. none: keep all activations. full: keep only each block's input and
+    """Activations that the backward recomputes. none: keep all activations. full: keep only each block's input and
     run its forward again in the backward. selective: do this for some blocks or some ops (selective_option).
     memory_budget: torch.compile chooses the ops to recompute, so that memory_budget of the activations stay; needs
     compile.enable. auto: none, selective by op or full, whichever the plan says is the fastest that fits into 90 % of

@@ -79,6 +79,7 @@ class ConsoleSink:
                 *((BarColumn(), TimeElapsedColumn()) if has_bar else ()),
                 transient=True,
                 console=Console(soft_wrap=True),  # a longer line above it stays one line
+                speed_estimate_period=math.inf,  # records may be minutes apart
             )
             self._task = self._bar.add_task("train", total=steps, shown=(), beside=50 if has_bar else 1)
             self._bar.start()

@@ -32,32 +32,32 @@ def home(tmp_path_factory):
     return folder
 
 
+SETUP = {
+    "zsh": "PS1= ; unsetopt zle_bracketed_paste; fpath=(~ $fpath); autoload -Uz compinit; compinit -u -D; "
+    "LISTMAX=0; setopt no_beep; ",
+    "bash": "PS1= ; bind 'set enable-bracketed-paste off'; bind 'set bell-style none'; source ~/crius.bash; ",
+}
+"""Lines that a user has in the start file of the shell, and quiet terminals."""
+INTERACTIVE = {"zsh": ["zsh", "-f", "-i"], "bash": ["bash", "--norc", "--noprofile", "-i"]}
+
+
 def completed(shell, line, want, home):
-    """What the shell offers for the last word of ``line``; zsh is waited for until it offers ``want``."""
+    """What the shell offers for the last word of ``line`` in the folder ``home``, at least until it offers ``want``."""
     environ = {**os.environ, "HOME": str(home), "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "TERM": "vt100"}
-    if shell == "zsh":
-        return in_zsh(line, want, environ)
-    if shell == "fish":
-        command = ["fish", "--no-config", "-c", f"source ~/crius.fish; complete -C '{line}'"]
-    else:
-        words = " ".join(f"'{word}'" for word in line.split(" "))
-        code = (
-            f"source ~/crius.bash; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); "
-            'complete -p crius | grep -q -- "-F _crius" && _crius; printf "%s\\n" "${COMPREPLY[@]}"'
-        )
-        command = ["bash", "--norc", "-c", code]
+    if shell != "fish":
+        return on_terminal(shell, line, want, environ)
+    command = ["fish", "--no-config", "-c", f"cd; source ~/crius.fish; complete -C '{line}'"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     return [offer.split("\t")[0] for offer in done.stdout.splitlines()]
 
 
-def in_zsh(line, want, environ):
-    """zsh completes in a line editor only: the key TAB on a terminal, here one that this process holds."""
+def on_terminal(shell, line, want, environ):
+    """These shells complete in a line editor only: the key TAB on a terminal, here one that this process holds."""
     child, terminal = pty.fork()
     if not child:
-        os.execvpe("zsh", ["zsh", "-f", "-i"], environ)
-    setup = "PS1= ; unsetopt zle_bracketed_paste; fpath=(~ $fpath); autoload -Uz compinit; compinit -u -D; "
-    os.write(terminal, f"{setup}LISTMAX=0; setopt no_beep; echo rea''dy\n".encode())
+        os.execvpe(shell, INTERACTIVE[shell], environ)
+    os.write(terminal, f"cd; {SETUP[shell]}echo rea''dy\n".encode())
     try:
         until(terminal, r"ready\r\n")
         os.write(terminal, f"{line}\t".encode())
@@ -86,9 +86,11 @@ def until(terminal, pattern):
         ("crius config dif", "diff"),
         ("crius train --model.attention_mask doc", "document"),
         ("crius train --recipe smollm2_l", "smollm2_lora"),
+        ("crius generate crius.f", "crius.fish"),
+        ("crius train --data.path crius.f", "crius.fish"),
     ],
 )
-def test_tab_completes_verbs_dotted_flags_choices_and_recipes(shell, line, want, home):
+def test_tab_completes_verbs_dotted_flags_choices_recipes_and_files(shell, line, want, home):
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
     assert want in completed(shell, line, want, home)

@@ -228,6 +228,8 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
         ("[tokenizer]\npath = 5", 'path = "5"'),
         ("[training]\nmixed_precision_param = 16", 'fix    mixed_precision_param = "auto" or "float32" or "bfloat16"'),
         ("[data]\npath = ['a', 5]", "the setting takes a list whose items are each text."),
+        ("[data]\npath = ['ä', 5]", 'fix    path = ["ä", "5"]'),
+        ("[training]\nsteps = 'many'", "fix    crius config explain training.steps says what it takes"),
         ("[training]\nsteps = 2020-01-01", "is a date or a time"),
         ("[compile]\ncache_dir = '/tmp/x'", "--compile.cache_dir /tmp/x, if you trust that folder"),
         ("[model]\nnorm_type = 'x'", "unknown key model.norm_type: Crius lacks it."),

@@ -1,6 +1,9 @@
 """What a run reports: the records, where they go, and the sums in them."""
 
 import dataclasses
+import functools
+import io
+import itertools
 import json
 import logging
 import os
@@ -20,6 +23,7 @@ from crius.config.layout import Layout
 from crius.config.operation import MetricsConfig
 from crius.data.loader import IGNORE_INDEX, Batch
 from crius.metrics import device as devices
+from crius.metrics import sinks as sink_file
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks import ConsoleSink, JsonlSink, build_sinks
@@ -270,6 +274,22 @@ def test_a_narrow_terminal_gets_step_lines_with_fewer_fields_and_folds_other_lin
     assert log[0].startswith("data: ") and log[0].endswith("and an end")
     assert log[1].endswith("mfu n/a  mem 1.00 GiB  data 0.0%  load 1.50  dead 0")  # files have whole lines
     assert log[4].endswith("bits_per_byte 1.2500  (128 samples, 3.2 s)")
+
+
+def test_the_remaining_time_is_known_though_records_are_minutes_apart(monkeypatch):
+    clock = itertools.count(0, 60.0)
+    now = [next(clock)]
+    console = functools.partial(sink_file.Console, file=io.StringIO(), force_terminal=True, get_time=lambda: now[0])
+    monkeypatch.setattr(sink_file, "Console", console)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    sink = ConsoleSink(100, None, show_bar=True)
+    try:
+        for step in (10, 20, 30):
+            now[0] = next(clock)
+            sink.write(dataclasses.replace(STEP, step=step))
+        assert sink._bar.tasks[0].time_remaining == pytest.approx(7 * 60, abs=1)
+    finally:
+        sink.close()
 
 
 def test_no_color_leaves_a_terminal_without_colours(tmp_path):

@@ -99,6 +99,7 @@ def test_the_distance_of_two_losses_is_the_largest_relative_one_in_a_common_step
     runs = (write_run(tmp_path / "a", (4.0, 2.0, 1.0)), write_run(tmp_path / "b", other))
     [found] = shown(*runs)["apart"]
     names = ("num_steps", "num_not_finite", "largest", "step", "parts")
+    assert found["first_not_finite"] == (2 if expected[1] else None)
     assert tuple(found[name] for name in names) == (*expected[:2], pytest.approx(expected[2], rel=1e-6), *expected[3:])
 
 
@@ -109,6 +110,24 @@ def test_a_report_shows_the_settings_that_are_not_the_defaults_and_their_origin(
         **{"name": "optimizer.lr", "value": 0.5, "default": RunConfig().optimizer.lr, "origin": "command line"}
     }
     assert found.keys() == {"optimizer.lr", "training.steps"}
+
+
+@pytest.mark.parametrize(
+    ("degree", "ranks", "more"),
+    [(-1, 2, " --nproc 2 --import mine"), (-1, 1, " --import mine"), (2, 2, " --import mine")],
+)
+def test_the_command_that_repeats_a_run_works_as_it_stands(degree, ranks, more, tmp_path):
+    settings, start = {"parallelism.data_parallel_shard_degree": degree}, {"time": 1.0, "step": 0, "ranks": ranks}
+    run = write_run(tmp_path / "my $(run)", settings=settings, files={"starts.jsonl": json.dumps(start) + "\n"})
+    (run / "run.toml").write_text("# --import mine\n" + (run / "run.toml").read_text())
+    assert shown(run)["runs"][0]["repeat"] == f"crius train --config '{run}/run.toml'{more}"
+
+
+def test_a_name_that_is_not_utf8_has_a_report(tmp_path):
+    run = write_run(tmp_path / os.fsdecode(b"run\xe9"))
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "new.html")]) == 0
+    assert "<title>run\\udce9 - Crius report</title>" in (tmp_path / "new.html").read_text()
+    assert run.exists()
 
 
 def test_runs_are_compared_by_settings_and_losses(tmp_path):
@@ -272,10 +291,11 @@ def test_the_verb_writes_into_the_folder_of_one_run_or_here(tmp_path, monkeypatc
     [
         ([], 2, "no run folder is given.*crius report runs/NAME"),
         (["missing"], 2, "missing does not exist.*fix +give the folder of a run"),
-        (["empty"], 2, "empty is not a run folder: it has no run.toml and no metrics.jsonl"),
+        (["empty"], 2, "empty is not a run folder: it has no run.toml and no metrics.jsonl and no run.lock"),
         (["run", "--out", "run"], 2, "run is a folder.*--out run/report.html"),
         (["run", "--out", "run/metrics.jsonl"], 2, "run/metrics.jsonl exists and is not a report.*would be lost"),
         (["run", "--out", "link.html"], 2, "run.toml exists and is not a report"),
+        (["run", "--out", "mine.html"], 2, "mine.html exists and is not a report.*would be lost"),
         (["run", "--out", "pipe"], 2, "pipe exists and is not a report"),
         (["run", "--out", "run/run.toml/report.html"], 1, "report.html cannot be written: File exists.*--out"),
     ],
@@ -284,6 +304,7 @@ def test_wrong_arguments_are_answered(arguments, code, said, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     (tmp_path / "link.html").symlink_to("run/run.toml")
+    (tmp_path / "mine.html").write_text("<!DOCTYPE html><title>my report</title>")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").mkdir()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -7,6 +7,7 @@ import os
 import re
 import time
 
+import harness
 import pytest
 
 from crius import cli
@@ -112,6 +113,14 @@ def test_a_finished_run_that_could_not_be_continued_has_failed(tmp_path):
     assert str(run_row(tmp_path / "run").state) == "failed (CheckpointError)"
 
 
+def test_a_copy_of_a_finished_run_is_finished_though_it_failed_before(tmp_path):
+    logs = write_run(tmp_path / "run", [3.0, 2.0], summary={}) / "logs"
+    logs.mkdir()
+    (logs / "rank-0.error.json").write_text(json.dumps({"exception": "OSError", "wall": time.time() - 99}))
+    os.utime(logs / "rank-0.error.json", (time.time() + 9, time.time() + 9))  # the copy's
+    assert str(run_row(tmp_path / "run").state) == "finished"
+
+
 def test_a_failed_run_names_the_error_that_came_first(tmp_path):
     logs = write_run(tmp_path / "run", [3.0]) / "logs"
     logs.mkdir()
@@ -199,6 +208,16 @@ def test_hostile_runs_are_listed(tmp_path):
         "empty": ("failed", None, None),
         "locked": ("failed", None, None),
     }
+
+
+def test_names_of_runs_keep_the_columns_of_a_terminal(tmp_path):
+    for name in ("日本語", "cafe\u0301", "two\nlines", "plain"):
+        write_run(tmp_path / name, [3.0], summary={})
+    lines = run_lines(find_runs(tmp_path))
+    named = {line.split()[0]: line.partition("finished")[0] for line in lines[1:]}
+    assert len(lines) == 5 and "two\\nlines" in named
+    assert {len(named[name]) for name in ("plain", "two\\nlines")} == {len("two\\nlines") + 2}
+    assert (len(named["日本語"]), len(named["cafe\u0301"])) == (len("two\\nlines") - 1, len("two\\nlines") + 3)
 
 
 def test_a_folder_without_runs_is_no_error_and_one_that_is_missing_is(tmp_path, capsys, monkeypatch):
@@ -294,6 +313,24 @@ def test_a_run_with_several_starts_shows_all_their_layouts(tmp_path, capsys):
     with (b / "starts.jsonl").open("a") as file:
         file.write('{"time": 1.0, "step": 1, "torch": "2.13.0", "layout": "fsdp2"}\n')
     assert ["layout", "1", "1,", "then", "fsdp2"] in [line.split() for line in compared(capsys, a, b)[1].splitlines()]
+
+
+def test_a_run_without_a_step_is_left_out_of_a_comparison_and_counts_as_not_equal(tmp_path, capsys):
+    for name in "bcd":
+        write_run(tmp_path / "all" / name, [3.0, 2.0], summary={})
+    (tmp_path / "all" / "a").mkdir()
+    (tmp_path / "all" / "a" / "run.lock").touch()  # it was killed before it wrote anything else
+    write_run(tmp_path / "all" / "d", {7: 3.0})
+    code, out, err = compared(capsys, tmp_path / "all")
+    assert code == 1 and f"{tmp_path / 'all' / 'a'} is left out: no step has been reported yet" in err
+    assert re.search("c: loss +2 steps, 1 to 2 +never", out) and re.search("d: loss +no common step", out)
+    assert cli.main(["report", str(tmp_path / "all"), "--out", str(tmp_path / "all.html")]) == 0
+
+
+def test_a_terminal_without_unicode_gets_escapes(tmp_path):
+    write_run(tmp_path / "ä語", [3.0], summary={})
+    done = harness.crius_process("runs", str(tmp_path), PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "") and "\\xe4\\u8a9e" in done.stdout
 
 
 def test_what_cannot_be_compared_is_exit_code_2(tmp_path, capsys):

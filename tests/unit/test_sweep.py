@@ -167,6 +167,12 @@ def test_a_sweep_trains_all_runs_and_lists_the_best_first(trainer, capfd):
     assert calls == {"lr_2": 1, "lr_3": 1, "lr_9": 2}
 
 
+def test_a_run_that_fails_before_it_has_a_folder_has_failed(trainer, capfd):
+    (trainer / "trainer.py").write_text("import sys\nsys.exit(1)\n")
+    assert cli.main(["sweep", "--lr", "1,2", "--job.run_dir", "s", "--json"]) == 1
+    assert [run["state"] for run in json.loads(capfd.readouterr().out)["runs"]] == ["failed", "failed"]
+
+
 @pytest.mark.parametrize(
     ("at", "content", "told"),
     [

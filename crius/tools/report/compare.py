@@ -65,8 +65,8 @@ class Comparison:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all losses are within the tolerance."""
-        return not any(curves.parts for curves in self.losses)
+        """Whether all runs have a step in common with the first one, and all losses are within the tolerance."""
+        return not any(curves.parts or not curves.num_steps for curves in self.losses)
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison for JSON; a number that is not finite is null."""
@@ -99,7 +99,7 @@ def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Compari
     """Compare ``runs`` with the first of them.
 
     Raises:
-        ConfigError: there are fewer than two runs, the tolerance is not a number of at least 0, or a run has no step
+        ConfigError: there are fewer than two runs, the tolerance is not a number of at least 0, or no run has a step
             in common with the first one.
     """
     if len(runs) < 2:
@@ -111,9 +111,8 @@ def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Compari
         )
     first, *others = runs
     losses = [_curves(first.steps, other.steps, "loss", tolerance) for other in others]
-    apart = [run for run, curves in zip(others, losses, strict=True) if not curves.num_steps]
-    if apart:
-        told = "; ".join(f"{run.path} has {_steps_of(run)}" for run in (first, *apart))
+    if not any(curves.num_steps for curves in losses):
+        told = "; ".join(f"{run.path} has {_steps_of(run)}" for run in runs)
         raise ConfigError(
             f"no step is reported by both runs: {told}.",
             where="metrics.jsonl",

@@ -10,8 +10,12 @@ from typing import Any
 
 from crius.config.toml_file import toml_table
 from crius.errors import ConfigError, EnvironmentError
+from crius.launch.lock import NAME as LOCK
 from crius.redact import redact_value
 from crius.run_file import json_records
+
+MARKS = ("run.toml", "metrics.jsonl", LOCK)
+"""A folder with one of these files is a run folder."""
 
 Columns = dict[str, list[Any]]
 """From the name of a field to its values, one per record, in the order of ``step``; None: the record lacks it."""
@@ -72,8 +76,8 @@ def read_run(path: Path) -> RunHistory:
 
 
 def _read(path: Path) -> RunHistory:
-    if not (path / "run.toml").exists() and not (path / "metrics.jsonl").exists():
-        what = "does not exist" if not path.exists() else "is not a run folder: it has no run.toml and no metrics.jsonl"
+    if not any((path / mark).exists() for mark in MARKS):
+        what = "does not exist" if not path.exists() else f"is not a run folder: it has no {' and no '.join(MARKS)}"
         raise ConfigError(f"{path} {what}.", where="command line", fix="give the folder of a run, e.g. runs/NAME")
     steps, sets, num_damaged = _Rows(), dict[str, _Rows](), 0
     for record in json_records(path / "metrics.jsonl"):

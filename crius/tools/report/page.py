@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from crius.errors import EnvironmentError
+from crius.redact import printable
 from crius.run_file import write_whole
 from crius.tools.report.history import RunHistory
 from crius.tools.report.payload import payload
 
 REPORT = "report.html"
 """Name of the report in a run folder."""
+
+_TITLE, _HEAD = " - Crius report</title>", 1 << 13
+"""End of the title of a report, and the number of first bytes of the file that have it."""
 
 
 def page(shown: Mapping[str, Any]) -> str:
@@ -38,7 +42,7 @@ def page(shown: Mapping[str, Any]) -> str:
     )
     parts = {
         "policy": policy,
-        "title": html.escape(", ".join(run["name"] for run in shown["runs"])),
+        "title": html.escape(printable(", ".join(run["name"] for run in shown["runs"]))[:500]),
         "style": style,
         "data": json.dumps(shown, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "script": script,
@@ -47,12 +51,12 @@ def page(shown: Mapping[str, Any]) -> str:
 
 
 def is_report(path: Path) -> bool:
-    """Whether ``path`` is a file with an HTML page."""
+    """Whether ``path`` is a report of Crius."""
     if not path.is_file():
         return False
     try:
         with path.open("rb") as file:
-            return file.read(15).lower() == b"<!doctype html>"
+            return _TITLE.encode() in file.read(_HEAD)
     except OSError:
         return False
 

@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from crius import __version__
 from crius.config.run import RunConfig
-from crius.config.toml_file import flatten
+from crius.config.toml_file import flatten, imports_of
 from crius.tools.plan.compare import measured_of
 from crius.tools.report.compare import differing, results_of, whole_summary
 from crius.tools.report.curves import TOLERANCE, Curve, common_points, curve, thinned
@@ -82,6 +83,7 @@ def _run(run: RunHistory, name: str, most: int, num_runs: int) -> dict[str, Any]
     return {
         "name": name,
         "path": str(run.path),
+        "repeat": _command(run),
         "steps": steps[-1] if steps else 0,
         "of_steps": run.settings.get("training.steps"),
         "records": numbers,
@@ -104,6 +106,16 @@ def _run(run: RunHistory, name: str, most: int, num_runs: int) -> dict[str, Any]
     }
 
 
+def _command(run: RunHistory) -> str:
+    """The command that trains the same run again."""
+    file = run.path.resolve() / "run.toml"
+    ranks = run.starts[-1].get("ranks") if run.starts else None
+    is_open = run.settings.get("parallelism.data_parallel_shard_degree") == -1
+    nproc = f"--nproc {ranks}" if is_open and type(ranks) is int and ranks > 1 else ""
+    words = ("crius train --config", shlex.quote(str(file)), nproc, imports_of(str(file)))
+    return " ".join(filter(None, words)) if file.exists() else ""
+
+
 def _not_finite(run: RunHistory) -> dict[str, Any]:
     """Number of records whose loss is not finite, and the first step of them."""
     losses = zip(run.steps.get("step", []), run.steps.get("loss", []), strict=False)
@@ -115,10 +127,12 @@ def _apart(first: RunHistory, other: RunHistory, most: int) -> dict[str, Any]:
     """Relative difference of the losses of two runs, at the steps that both have."""
     points = common_points(first.steps, other.steps, "loss")
     known = [point for point in points if math.isfinite(point.relative)]
+    strange = [point.step for point in points if not math.isfinite(point.relative)]
     largest = max(known, key=lambda point: point.relative, default=None)
     return {
         "num_steps": len(points),
-        "num_not_finite": len(points) - len(known),
+        "num_not_finite": len(strange),
+        "first_not_finite": strange[0] if strange else None,
         "largest": largest.relative if largest else 0.0,
         "step": largest.step if largest else None,
         "parts": next((point.step for point in points if point.relative > TOLERANCE), None),

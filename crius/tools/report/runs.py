@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from crius.errors import ConfigError
-from crius.launch.lock import NAME as LOCK
 from crius.launch.lock import holder_of
 from crius.table import aligned
-from crius.tools.report.history import RunHistory, finite, read_json
-
-MARKS = ("run.toml", "metrics.jsonl", LOCK)
-"""A folder with one of these files is a run folder."""
+from crius.tools.report.history import MARKS, RunHistory, finite, read_json
 
 _TAIL, _LONG_TAIL = 1 << 16, 1 << 20
 _FAR = 1e12  # seconds: unknown; files from the future have an age of 0
@@ -173,18 +169,19 @@ def state_of(
     if (holder_of(path) or {}).get("command") == "train":
         return RunState("running")
     done, begun = _whole(summary.get("steps")), finite(start.get("time"))
-    errors = list((path / "logs").glob("rank-*.error.json"))
+    errors = {file: read_json(file) or {} for file in (path / "logs").glob("rank-*.error.json")}
     if done is not None and done >= (step or 0):
         # a run that resumed and then failed still has its old summary
         ended = (path / "summary.json").stat().st_mtime
-        if (begun is None or ended >= begun) and all(error.stat().st_mtime <= ended for error in errors):
+        # errors before the last start are over; their files may be newer in a copy of the folder
+        recent = [file for file, told in errors.items() if (finite(told.get("wall")) or _FAR) >= (begun or 0)]
+        if (begun is None or ended >= begun) and all(file.stat().st_mtime <= ended for file in recent):
             signal = summary.get("stopped_by")
             if not signal:
                 return RunState("finished")
             return RunState("preempted" if saves and signal != "SIGINT" else "stopped", str(signal))
-    reports = [read_json(error) or {} for error in errors]
     first = min(
-        reports, key=lambda report: (bool(report.get("peer_loss")), finite(report.get("wall")) or 0), default={}
+        errors.values(), key=lambda told: (bool(told.get("peer_loss")), finite(told.get("wall")) or 0), default={}
     )
     return RunState("failed", str(first.get("exception", "")))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -9,7 +10,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +22,11 @@ from crius.launch.stop import Stop, ask_for_signal
 from crius.run_file import write_whole
 from crius.table import aligned
 from crius.tools.report.history import read_json
-from crius.tools.report.runs import RunRow, is_run, run_row, shown
+from crius.tools.report.runs import RunRow, RunState, is_run, run_row, shown
 
 RUN_DIR = "job.run_dir"
 FILE = ".sweep.json"
 PROGRAM = [sys.executable, "-m", "crius"]
-_OPTIONS = {"recipe": "", "layout": "", "nproc": 0}
 _POLL_SECONDS = 0.1
 
 
@@ -109,8 +109,8 @@ def _values(name: str, text: str) -> list[str]:
     Raises:
         ConfigError: a value is empty or given twice.
     """
-    default = (flatten(RunConfig()) | _OPTIONS).get(name)
-    if isinstance(default, tuple) or name.startswith("job.") or text[:1] in ("[", "{") or "," not in text:
+    takes_list = isinstance(flatten(RunConfig()).get(name), tuple)
+    if takes_list or name.startswith("job.") or text[:1] in ("[", "{") or "," not in text:
         return [text]
     values = [value.strip() for value in next(csv.reader([text], skipinitialspace=True))]
     distinct = {_number(value): value for value in reversed(values) if value}
@@ -166,18 +166,22 @@ def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
         raise ConfigError(what, where=f"--{RUN_DIR}", fix=f"give another --{RUN_DIR}") from None
 
 
-def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool) -> None:
+def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool) -> set[Path]:
     """Train the runs that are not finished. A signal to this process makes the run save, and ends the sweep.
 
     Args:
         trials: runs of the sweep.
         stops: signals to this process so far.
         is_quiet: whether to print to stderr.
+
+    Returns:
+        Folders of the runs that failed.
     """
+    failed = set[Path]()
     for number, trial in enumerate(trials, start=1):
         is_done = run_row(trial.folder).state.word == "finished"
         if stops:
-            return
+            break
         line = f"run {number}/{len(trials)}: {trial.label}, {trial.folder}" + ", already finished" * is_done
         output = sys.stderr if is_quiet else sys.stdout
         output.write(line + "\n")
@@ -196,6 +200,16 @@ def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool)
             for stop in stops[num_sent:]:
                 process.send_signal(stop.signal)
             num_sent = len(stops)
+        if process.returncode and not stops:
+            failed.add(trial.folder)
+    return failed
+
+
+def row_of(trial: Trial, failed: Collection[Path]) -> RunRow:
+    """The state of a run of a sweep. ``failed``: folders of the runs that failed, perhaps before they had a folder."""
+    row = run_row(trial.folder)
+    is_known = row.state.word != "not started" or trial.folder not in failed
+    return row if is_known else dataclasses.replace(row, state=RunState("failed"))
 
 
 def best_first(rows: Sequence[tuple[Trial, RunRow]]) -> list[tuple[Trial, RunRow]]:

@@ -123,19 +123,21 @@ const CHARTS = [
 const colour = (index) => css(`--c${index % 8}`);
 const faint = (index) => colour(index) + "55";
 const DASHES = [[], [6, 4], [2, 3], [10, 4, 2, 4]];
+const dashOf = (run) => DASHES[Math.floor(run / 8) % DASHES.length]; // runs of one colour
+const swatch = (run, dash = dashOf(run)) => el("i", { "data-colour": run, class: ["", "dashed", "dotted", "dashed"][DASHES.indexOf(dash)] || null });
 
 function curvesOf(kind) {
   if (kind.key === "apart") {
     return shown.apart.map((one, i) => ({ // a logarithmic scale has no 0
-      name: runs[i + 1].name, run: i + 1, exact: one.curve, curve: [one.curve[0], one.curve[1].map((v) => v || null)],
+      name: runs[i + 1].name, run: i + 1, dash: dashOf(i + 1), exact: one.curve, curve: [one.curve[0], one.curve[1].map((v) => v || null)],
     }))
       .filter((one) => one.curve[1].some(isNumber));
   }
   return runs.flatMap((run, i) => {
-    if (kind.key !== "validation") return run.curves[kind.key] ? [{ name: run.name, run: i, curve: run.curves[kind.key] }] : [];
+    if (kind.key !== "validation") return run.curves[kind.key] ? [{ name: run.name, run: i, dash: dashOf(i), curve: run.curves[kind.key] }] : [];
     return Object.entries(run.validations).map(([set, curve], n) => ({
       name: [alone ? "" : run.name, set].filter(Boolean).join(" · ") || "validation",
-      run: alone ? n : i, dash: alone ? [] : DASHES[n % DASHES.length], curve,
+      run: alone ? n : i, dash: alone ? dashOf(n) : DASHES[n % DASHES.length], curve,
     }));
   });
 }
@@ -174,7 +176,7 @@ class Chart {
     this.values = series.map(() => el("b", {}));
     this.at = el("span", { class: "at" });
     const keys = series.map((one, i) => el("span", { class: "key" },
-      el("i", { "data-colour": one.run, class: one.dash && one.dash.length ? "dashed" : "" }),
+      swatch(one.run, one.dash),
       series.length > 1 || !alone ? one.name + " " : "", this.values[i]));
     const positive = series.every((one) => one.curve[1].every((v) => v === null || v > 0));
     const logButton = "log" in kind && positive && kind.key !== "apart"
@@ -353,7 +355,7 @@ function byline(run) {
 function tiles(run) {
   const found = run.results, shownSteps = grouped(run.steps) + (isNumber(run.of_steps) && run.of_steps > run.steps ? ` of ${grouped(run.of_steps)}` : "");
   const rows = [["steps", shownSteps], ["final loss", isNumber(found.loss) && found.loss.toFixed(4)],
-    ...Object.entries(found.validations).map(([set, value]) => [set ? `validation, ${set}` : "validation loss", value.toFixed(4)]),
+    ...Object.entries(found.validations).map(([set, value]) => [set ? `validation, ${set}` : "validation loss", or(fixed(4))(value)]),
     ["tokens/s, median", isNumber(found.tokens_per_second) && grouped(found.tokens_per_second)],
     ["MFU, median", isNumber(found.mfu) && percent(found.mfu)],
     ["peak memory", isNumber(found.memory_gib) && `${found.memory_gib.toFixed(2)} GiB`],
@@ -474,7 +476,7 @@ function details(run) {
     trouble.length ? section(run.restarts.length && run.incidents.length ? "Restarts and incidents" : run.restarts.length ? "Restarts" : "Incidents", trouble) : null,
     section("Plan and measurement", planTable(run)),
     section("What was run", el("h3", {}, "Settings that are not the defaults"), settingsTable(run), el("h3", {}, "Machine, versions, data"),
-      machine(run) || note("starts.jsonl, which has these facts, is missing."), el("h3", {}, "Repeat it"), el("pre", { class: "command" }, `crius train --config ${run.path}/run.toml`)),
+      machine(run) || note("starts.jsonl, which has these facts, is missing."), run.repeat ? [el("h3", {}, "Repeat it"), el("pre", { class: "command" }, run.repeat)] : null),
   ];
 }
 
@@ -482,9 +484,9 @@ function details(run) {
 
 function verdicts() {
   return el("ul", { class: "verdicts" }, shown.apart.map((one, i) => {
-    const b = runs[i + 1].name, a = runs[0].name, name = el("span", { class: "key" }, el("i", { "data-colour": i + 1 }), el("b", {}, b));
+    const b = runs[i + 1].name, a = runs[0].name, name = el("span", { class: "key" }, swatch(i + 1), el("b", {}, b));
     if (!one.num_steps) return el("li", {}, name, ` and ${a} have no step in common.`);
-    if (one.num_not_finite) return el("li", {}, name, ` and ${a} have ${many(one.num_not_finite, "common step")} with a loss that is not finite, from step ${grouped(one.parts)} on; common steps: ${grouped(one.num_steps)}.`);
+    if (one.num_not_finite) return el("li", {}, name, ` and ${a} have ${many(one.num_not_finite, "common step")} with a loss that is not finite, first in step ${grouped(one.first_not_finite)}; common steps: ${grouped(one.num_steps)}.`);
     if (!one.largest) return el("li", {}, name, ` has the losses of ${a}, to the last bit, in all ${many(one.num_steps, "common step")}.`);
     return el("li", {}, name, " is ", el("b", { class: "apart" }, small(one.largest, 1)), ` apart from ${a}: the largest relative difference of the loss over ${many(one.num_steps, "common step")}, in step ${grouped(one.step)}. `,
       one.parts === null ? `No step differs by more than ${exponentOf(shown.tolerance)}.` : `Step ${grouped(one.parts)} is the first that differs by more than ${exponentOf(shown.tolerance)}.`);
@@ -492,26 +494,41 @@ function verdicts() {
 }
 const exponentOf = (value) => small(value, 0);
 
+// the largest difference of two curves, and its step
+const largestOf = (one) => (one.num_not_finite ? ["not finite", grouped(one.first_not_finite)]
+  : one.step === null ? [DASH, DASH] : [exponent(one.largest), grouped(one.step)]);
+
 function resultTable() {
   const sets = [...new Set(runs.flatMap((run) => Object.keys(run.results.validations)))];
   const rows = [
     ["state", (run) => state(run)[0]], ["layout", (run) => run.start.layout || DASH], ["device", (run) => run.start.device || DASH], ["steps", (run) => grouped(run.steps)],
     ["final loss", (run) => or(fixed(6))(run.results.loss)],
     ...sets.map((set) => [set ? `validation loss, ${set}` : "validation loss", (run) => or(fixed(6))(run.results.validations[set])]),
-    ["largest difference", (run, i) => (i === 0 ? DASH : shown.apart[i - 1].num_steps ? exponent(shown.apart[i - 1].largest) : DASH)],
-    ["in step", (run, i) => (i === 0 || shown.apart[i - 1].step === null ? DASH : grouped(shown.apart[i - 1].step))],
+    ["largest difference", (run, i) => (i === 0 ? DASH : largestOf(shown.apart[i - 1])[0])],
+    ["in step", (run, i) => (i === 0 ? DASH : largestOf(shown.apart[i - 1])[1])],
     ["tokens/s, median", (run) => or(grouped)(run.results.tokens_per_second)], ["MFU, median", (run) => or(percent)(run.results.mfu)],
     ["peak memory", (run) => or(fixed(2), " GiB")(run.results.memory_gib)], ["goodput", (run) => or(percent)(run.results.goodput)],
     ["wall time, last command", (run) => seconds(run.results.wall_seconds)], ["restarts", (run) => grouped(run.results.restarts)],
     ["incidents", (run) => grouped(run.incidents.length + run.more_incidents)],
   ].map(([name, value]) => [name, ...runs.map((run, i) => String(value(run, i)))]).filter((row) => row.slice(1).some((value) => value !== DASH && value !== "0"));
-  return table([["", ""], ...runs.map((run) => [run.name, "r"])], rows, "results");
+  return tables(["", ""], "r", rows, "results");
 }
 
 function differenceTable() {
   if (!shown.settings.length) return note("None.");
-  return table([["setting", "code"], ...runs.map((run) => [run.name, "code"])], shown.settings.map((one) => [one.name, ...one.values.map(setting)]), "differences");
+  return tables(["setting", "code"], "code", shown.settings.map((one) => [one.name, ...one.values.map(setting)]), "differences");
 }
+
+// a column for each run, in tables that fit on paper
+function tables(first, kind, rows, name) {
+  const found = [];
+  for (let at = 0; at < runs.length; at += MOST_COLUMNS) {
+    const end = at + MOST_COLUMNS;
+    found.push(table([first, ...runs.slice(at, end).map((run) => [run.name, kind])], rows.map(([label, ...values]) => [label, ...values.slice(at, end)]), name));
+  }
+  return found;
+}
+const MOST_COLUMNS = 6;
 
 // ---- the page
 
@@ -520,7 +537,7 @@ function draw() {
   const header = el("header", {},
     el("div", { class: "line" }, alone ? [el("h1", {}, runs[0].name), el("span", { class: `badge ${kind}` }, word)]
       : el("h1", {}, `${runs.length} runs`), el("span", { class: "space" }), themeButton),
-    el("p", { class: "byline" }, alone ? byline(runs[0]) : runs.map((run, i) => el("span", { class: "key" }, el("i", { "data-colour": i }), run.name))),
+    el("p", { class: "byline" }, alone ? byline(runs[0]) : runs.map((run, i) => el("span", { class: "key" }, swatch(i), run.name))),
     runs.flatMap(remarks), alone ? tiles(runs[0]) : null);
   const kinds = CHARTS.map((one) => [one, curvesOf(one)]).filter(([, series]) => series.length);
   for (const [one, series] of kinds) charts.push(new Chart(one, series, one.key === "apart" ? `Distance of the loss from ${runs[0].name}` : ""));
@@ -542,7 +559,7 @@ function draw() {
     alone ? null : section("How far apart", verdicts()), alone ? null : section("Results", resultTable()),
     alone ? null : section("Settings that differ", differenceTable()), curves,
     ...(alone ? details(runs[0]) : runs.map((run, i) => el("details", { class: "run" },
-      el("summary", {}, el("span", { class: "key" }, el("i", { "data-colour": i }), el("b", {}, run.name)), " ", el("span", { class: "dim" }, byline(run))), details(run)))),
+      el("summary", {}, el("span", { class: "key" }, swatch(i), el("b", {}, run.name)), " ", el("span", { class: "dim" }, byline(run))), details(run)))),
     el("footer", {}, `Written by crius ${shown.version}, ${moment(shown.written)}. Charts: uPlot 1.6.32, MIT.`)].filter(Boolean));
   applyTheme();
   for (const chart of charts) chart.build();
