@@ -16,6 +16,10 @@ __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "errors", "load_model", "load_run", "run"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """A name of ``crius.api``, imported at its first use."""
     if name not in __all__:

@@ -15,18 +15,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from crius import errors
-from crius.config.argv import OPTIONS
-from crius.config.changes import flag
-from crius.config.names import SHORT
-from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
-from crius.config.toml_file import command_line_flags, flatten, takes, to_toml, wrong_kind
 from crius.errors import ConfigError, CriusError
 from crius.metrics.record import Record, Sink, StepMetrics, ValidationMetrics
-from crius.redact import redact_value
 from crius.tools.report.history import Columns, RunHistory, read_run
 from crius.tools.report.runs import history_state
 
@@ -37,17 +31,6 @@ if TYPE_CHECKING:
     from crius.launch.environment import Placement
     from crius.models.decoder import Decoder
     from crius.train.loop import Loop
-
-
-_OPTIONS = {
-    **dict.fromkeys({"help", "version", "json", *OPTIONS} - {"layout"}, ""),
-    "import": 'crius.models.registry.import_models(["mymodel"], "notebook")',
-    "nproc": 'give the degrees, such as {"layout": "fsdp2"}',
-    "recipe": "crius.run(settings, recipe=NAME)",
-}
-"""Options of ``crius train`` that are not settings, and what to do in place of each."""
-
-FILE = "run.toml"  # of a whole RunConfig, for the words of a command line
 
 
 class Run(RunHistory):
@@ -131,6 +114,8 @@ def _checkpoint(path: str, step: int) -> str:
     from crius.checkpoint.whereabouts import find_checkpoints
 
     folder = find_checkpoints(path, "load_model").folder
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise ConfigError(f"step {step!r} is not an integer.", where="load_model", fix="step=4")
     if step not in (steps := folder.steps()):
         there = ", ".join(map(str, steps)) or "no step"
         raise ConfigError(f"{path} has no checkpoint of step {step}.", where="load_model", fix=f"it has {there}")
@@ -158,11 +143,12 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
         EnvironmentError: this process trains already, or has a process group.
         CriusError: the run failed; the class is that of the failure, such as ``NonFiniteError``.
     """
+    from crius.cli.from_python import FILE, check_arguments, words_of
     from crius.cli.settings import checked_run_of
     from crius.cli.train import prepared
     from crius.launch.environment import joined_placement
 
-    _check_arguments(config, sinks)
+    check_arguments(config, sinks)
     if recipe and isinstance(config, RunConfig):
         raise ConfigError("recipe excludes a whole RunConfig.", fix="leave out recipe, or give a mapping")
     if joined_placement(os.environ):
@@ -170,7 +156,7 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
     with tempfile.TemporaryDirectory(prefix="crius-run-") as scratch, contextlib.ExitStack() as stack:
         for sink in sinks:
             stack.callback(sink.close)
-        words = _words({} if config is None else config, recipe, Path(scratch))
+        words = words_of({} if config is None else config, recipe, Path(scratch))
         with _located("crius.run", str(Path(scratch) / FILE)):
             facts, folder = prepared(checked_run_of(*words), 0, None)
         if facts.num_ranks > 1:
@@ -178,49 +164,6 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
         else:
             _train_here(facts, folder, sinks)
     return load_run(folder)
-
-
-def _check_arguments(config: Any, sinks: Any) -> None:
-    """Check the types of the arguments of ``run``.
-
-    Raises:
-        ConfigError: lists all arguments that are of another type.
-    """
-    problems = list[CriusError]()
-    if not (config is None or isinstance(config, (RunConfig, Mapping))):
-        what = f"config is {config!r:.100}, and not settings."
-        problems.append(ConfigError(what, where="crius.run", fix='crius.run({"training.steps": 10})'))
-    for name, value in config.items() if isinstance(config, Mapping) else ():
-        problems += _wrong_value(name, value)
-    wrong = [] if isinstance(sinks, (list, tuple)) else [sinks]
-    wrong = wrong or [sink for sink in sinks if not all(callable(getattr(sink, do, None)) for do in ("write", "close"))]
-    if wrong:
-        what = f"{wrong[0]!r:.100} is not a {'sink' if isinstance(sinks, (list, tuple)) else 'list of sinks'}."
-        why = "a sink is an object with write(record) and close()"
-        problems.append(ConfigError(what, where="sinks", why=why, fix="crius.run(settings, sinks=[sink])"))
-    if problems:
-        raise ConfigError.together(problems)
-
-
-def _wrong_value(name: Any, value: Any) -> list[CriusError]:
-    """The error of a setting whose name or value would become another one as words of a command line."""
-    if not isinstance(name, str) or not name or name.startswith("-"):
-        fix = 'give a dotted name, such as "training.steps"'
-        return [ConfigError(f"{name!r:.100} is not the name of a setting.", where="crius.run", fix=fix)]
-    if name in _OPTIONS:
-        what = f"{name} is an option of crius train, not a setting."
-        return [ConfigError(what, where="crius.run", fix=_OPTIONS[name] or "leave it out")]
-    hint: Any = RunConfig
-    for part in (ALIASES | SHORT).get(name, name).split("."):
-        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
-    if dataclasses.is_dataclass(hint):
-        fix = f'name its settings, such as "{name}.{dataclasses.fields(hint)[0].name}"'
-        return [ConfigError(f"{name} is a section, not a setting.", where="crius.run", fix=fix)]
-    if isinstance(value, (list, tuple)):
-        value = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in value]
-    elif not isinstance(value, bool):
-        return []
-    return [] if hint is None or takes(hint, value) else [wrong_kind(name, value, hint, "crius.run")]
 
 
 @contextlib.contextmanager
@@ -231,31 +174,6 @@ def _located(where: str, file: str = "command line") -> Iterator[None]:
     except CriusError as error:
         what, origin = (part.replace(file, where) for part in (error.what, error.where))
         raise type(error)(what, where=origin, why=error.why, fix=error.fix) from None
-
-
-def _words(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) -> list[str]:
-    """The settings as words of a command line."""
-    if isinstance(config, Mapping):
-        given = [word for name, value in config.items() if value is not None for word in _flag(name, value)]
-        return ["--recipe", recipe] * bool(recipe) + given
-    file = scratch / FILE
-    file.write_text(to_toml(config), encoding="utf-8")
-    beside = {  # that the file lacks: secrets and [job]
-        name: value
-        for name, value in flatten(config).items()
-        if redact_value(name, value) != value or (name.startswith("job.") and value)
-    }
-    return [
-        "--config",
-        str(file),
-        *command_line_flags(config),
-        *(word for item in beside.items() for word in _flag(*item)),
-    ]
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    is_word = not isinstance(value, (bool, list, tuple))
-    return [f"--{name}={value}"] if is_word else flag(name, value)
 
 
 def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:

@@ -24,9 +24,11 @@ from crius.cli.app import (
 )
 from crius.cli.help import plain
 from crius.config import names, rules
+from crius.config.argv import OPTIONS
 from crius.config.other_trainers import ALIASES, MOVED
 from crius.config.run import RunConfig
 from crius.config.toml_file import choices_of, flatten, in_words
+from crius.errors import ConfigError
 from crius.redact import redact_value
 
 DEFAULTS = flatten(RunConfig())
@@ -78,12 +80,18 @@ def _find(written: str) -> tuple[str, str]:
     """
     if written in DEFAULTS:
         return written, ""
+    if written in OPTIONS:
+        what = f"{written} is an option of crius train, not a setting."
+        raise ConfigError(what, where="command line", fix="crius train --help describes it")
     leaf = {written: MOVED.get(written.rpartition(".")[2], "")}
     tables = ((ALIASES, "is taken for"), (names.SHORT, "is short for"), (MOVED, "is called"))
     for table, note in (*tables, (leaf, "is called")):
         other = table.get(written, "")
         if other.split(" ")[0] in DEFAULTS:
             return other.split(" ")[0], f"{written} {note} {other}"
+    homes = [name for name in DEFAULTS if name.endswith(f".{written}")]
+    if len(homes) == 1:
+        return homes[0], f"{written} is short for {homes[0]} here"
     raise names.unknown("setting", written, DEFAULTS, "command line", "train")
 
 

@@ -138,9 +138,7 @@ def _first_page(title: str, by_name: dict[str, HelpEntry], width: int) -> Iterat
             note = f"  [{entry.default}]" if entry.default not in _SAYS_NOTHING else ""
             yield f"  {labels[name]:<{column}}  {text}{note if len(text) + len(note) <= room else ''}"
     sections = f"Sections: {' '.join(SECTIONS)}."
-    more = (
-        "--help SECTION prints the flags of a section, --help all prints all. crius config explain KEY explains a flag."
-    )
+    more = "--help SECTION prints the flags of a section, --help all prints all. crius config explain KEY explains one."
     yield textwrap.fill(f"{sections} {more}", width, break_on_hyphens=False)
 
 

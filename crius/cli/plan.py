@@ -1,6 +1,7 @@
 """``crius plan``: which layout, how much memory, how fast."""
 
 import dataclasses
+import importlib
 import json
 import os
 import shlex
@@ -77,7 +78,8 @@ def plan(
     gpu: Annotated[
         str,
         Parameter(
-            help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100-80g; for --compare the run's."
+            help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100-80g; for --compare the run's.",
+            completer=lambda context: [*importlib.import_module("crius.tools.plan.hardware").KNOWN],
         ),
     ] = "",
     nodes: Annotated[int | None, Parameter(help="Number of whole nodes, instead of --gpus.")] = None,

@@ -38,8 +38,8 @@ def report(
     _check(target)
     write_report(histories, target)
     for history in histories:
-        if not history.steps:
-            sys.stderr.write(printable(f"{history.path}: no step has been reported yet\n"))
+        if history.lacks:
+            sys.stderr.write(printable(f"{history.path}: {history.lacks}\n"))
     emit(f"report: {target}")
     return 0
 

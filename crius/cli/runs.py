@@ -56,9 +56,9 @@ def compare(
     """
     histories = [read_run(folder) for folder in expanded(folders)]
     reported = [run for run in histories if run.steps]
-    left_out = [run for run in histories if not run.steps] if len(reported) > 1 else []
+    left_out = [run for run in histories if run.lacks] if len(reported) > 1 else []
     for run in left_out:
-        sys.stderr.write(printable(f"{run.path} is left out: no step has been reported yet\n"))
+        sys.stderr.write(printable(f"{run.path} is left out: {run.lacks}\n"))
     found = compare_runs(reported if left_out else histories, tolerance)
     emit(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(found.lines()))
     return 0 if found.are_equal and not left_out else 1

@@ -283,9 +283,11 @@ def _config_file(path: str) -> tuple[str, dict[str, Any]]:
         return path, toml_table(file)
     except OSError as error:
         what = f"{file} cannot be read: {error.strerror}."
-        raise ConfigError(what, where="--config", fix="give a TOML file") from None
+        inner = file / "run.toml"
+        fix = f"--config {shlex.quote(str(inner))}" if inner.is_file() else "give a TOML file"
+        raise ConfigError(what, where="--config", fix=fix) from None
     except ValueError as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}.", fix="correct that line") from None
+        raise ConfigError(f"{file} is not valid TOML: {error}.", where="--config", fix="correct that line") from None
 
 
 def recipe_settings(name: str) -> dict[str, Any]:

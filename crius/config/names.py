@@ -49,6 +49,8 @@ def _mistakes(
     if isinstance(error, UnusedCliTokensError):
         unused = " ".join(error.unused_tokens or ())
         fix = "leave it out; a flag with several values is repeated: --flag A --flag B"
+        if unused.endswith(".toml"):
+            fix = f"--config {unused}"
         yield ConfigError(f"{unused} does not belong to a flag.", where="command line", fix=fix)
     elif isinstance(error, WrongSettings):
         yield from _unknown_flags(error.arguments, argv, argv)
@@ -72,9 +74,10 @@ def _unknown_flags(arguments: ArgumentCollection, words: Iterable[str], argv: Se
     names = [*(name.removeprefix("--") for name in known), *short]
     verb = " ".join(itertools.takewhile(lambda token: token.isidentifier(), argv))
     written = (token.partition("=")[0] for token in itertools.takewhile(lambda token: token != "--", words))
+    values = dict(itertools.pairwise(argv)) | dict(word.split("=", 1) for word in argv if "=" in word)
     for flag in dict.fromkeys(written):
         if flag.startswith("-") and not _is_number(flag) and flag not in known:
-            yield unknown("flag", flag, names, "command line", verb)
+            yield unknown("flag", flag, names, "command line", verb, values.get(flag, ""))
 
 
 def _is_number(text: str) -> bool:
@@ -94,22 +97,43 @@ def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
         value = (error.unused_tokens or [""])[0]
     if guess and not nearest_typo(value, [guess[1]]):
         text = text.replace(guess[0], "")
+    if isinstance(error, MissingArgumentError) and error.argument and not error.keyword:
+        what = f"{error.argument.name.removeprefix('--').upper()} is missing."
+        return ConfigError(what, where="command line", fix=f"crius {' '.join(commands)} --help says what it takes")
+    if not commands:
+        return ConfigError(text, where="command line", fix="crius --help lists the verbs")
     if setting := re.search(r" (?:for|parameter) --([a-z_0-9]+(?:\.[a-z_0-9]+)+)", text):
         return ConfigError(text, where="command line", fix=f"crius config explain {setting[1]} says what it takes")
-    return ConfigError(text, fix=f"see {' '.join(['crius', *commands])} --help all for the possible values")
+    where = "" if " from " in text else "command line"
+    return ConfigError(
+        text, where=where, fix=f"see {' '.join(['crius', *commands])} --help all for the possible values"
+    )
 
 
-def unknown(kind: str, written: str, known: Iterable[str], where: str, verb: str = "train") -> ConfigError:
-    """Error about an unknown flag (``--a.b``) or TOML key (``a.b``), with Crius's name for it, if there is one."""
+def unknown(
+    kind: str, written: str, known: Iterable[str], where: str, verb: str = "train", value: str = ""
+) -> ConfigError:
+    """Error about an unknown flag (``--a.b``) or TOML key (``a.b``), with Crius's name for it, if there is one.
+
+    Args:
+        kind: word for the name: flag, key or setting.
+        written: the name.
+        known: names that there are.
+        where: origin of the name.
+        verb: verb that takes it.
+        value: word after a flag, which may be its value.
+    """
     dashes = "--" if kind == "flag" else ""
     shown = written if written.isprintable() else ascii(written)
     names, ours = list(known), written.removeprefix("--").replace("-", "_")
     instead, why = meant(ours, names)
     if instead:
         hint = f"{dashes}{instead}"
-        return ConfigError(f"unknown {kind} {shown}, did you mean {hint}?", where=where, fix=f"write {hint}")
+        replaced = f" in place of {shown} {value}" if " " in instead and value and not value.startswith("-") else ""
+        return ConfigError(f"unknown {kind} {shown}, did you mean {hint}?", where=where, fix=f"write {hint}{replaced}")
     if why:
-        return ConfigError(f"unknown {kind} {shown}: Crius lacks it.", where=where, why=why, fix="leave it out")
+        fix = "crius train --help all lists every flag" if kind == "setting" else "leave it out"
+        return ConfigError(f"unknown {kind} {shown}: Crius lacks it.", where=where, why=why, fix=fix)
     if any(name.startswith(f"{ours}.") for name in names):
         fix = f"crius {verb} --help {ours} lists its settings"
         return ConfigError(f"{shown} is a section, not a setting.", where=where, fix=fix)
@@ -135,7 +159,7 @@ PLAN_SHORT = {
 }
 
 
-_NO_TYPOS = {"float16": "bfloat16", "step": "stop"}
+_NO_TYPOS = {"float16": "bfloat16", "gpu": "cpu", "step": "stop", "tpu": "cpu"}
 """Names that are near to another name but mean something else, and that name."""
 
 

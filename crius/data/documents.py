@@ -258,7 +258,10 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
         return files
     if not glob.has_magic(pattern):
         raise DataError(
-            f"{pattern} does not exist.", where=flag, why=f"looked in {Path.cwd()}" * (not path.is_absolute())
+            f"{pattern} does not exist.",
+            where=flag,
+            why=f"looked in {Path.cwd()}" * (not path.is_absolute()),
+            fix=f"{flag} with a file, a folder or a pattern that exists",
         )
     raise DataError(
         f"no file matches {pattern}" + (f" ({len(found)} folders do)." if found else "."),
@@ -279,7 +282,7 @@ def _files_of_folder(folder: Path, suffixes: Sequence[str], flag: str) -> list[P
             f"folder {folder} and its subfolders have no {suffix} file.",
             where=flag,
             why=f"it has {', '.join(others)} files" if others else "",
-            fix=f"{flag} '{folder}/*{others[0] if others else suffix}'",
+            fix=f"{flag} '{folder}/*{others[0]}'" if others else f"give another {flag}, or put {suffix} files there",
         ) from None
 
 

@@ -26,12 +26,12 @@ import xxhash
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import BLOCK_BYTES, BlockHasher
-from crius.data.documents import Piece, describe, find_files
+from crius.data.documents import describe, find_files
 from crius.data.meta import CHAT_VERSION, DTYPES, FORMAT_VERSION, META, TokenMeta
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
-from crius.data.work import Encode, Encoded, Work, document_work, work_on
-from crius.errors import DataError
+from crius.data.work import Encode, Encoded, Work, work_on
+from crius.errors import ConfigError, DataError
 
 Worker: TypeAlias = "Connection[Any, Any]"
 """One end of the pipe between a worker and its parent. Chunks go to the worker, ``Encoded`` or an error comes back."""
@@ -66,31 +66,13 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
             fix="--data.source jsonl or parquet, or --data.format documents",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists and is not an empty folder.", where=str(out), fix="choose another, or remove it")
+        raise ConfigError(
+            f"{out} exists and is not an empty folder.", where=str(out), fix="choose another, or remove it"
+        )
     files = find_files(data)
     built = build_tokenizer(tokenizer)
     work = work_on(data, files, built, tokenizer)
     return write(out, work, built, source=describe(data, files), num_workers=num_workers)
-
-
-def write_folder(
-    out: Path,
-    pieces: Iterable[Piece],
-    tokenizer: Tokenizer,
-    *,
-    tokenizer_config: TokenizerConfig,
-    source: str,
-    num_workers: int = 1,
-) -> TokenMeta:
-    """Tokenise ``pieces`` in order into ``<out>.tmp-<uuid>``, and rename it to ``out``, which is absent or empty.
-
-    Files that killed writers of ``out`` left behind are removed.
-
-    Raises:
-        DataError: there is no document, or the folder cannot be written. No files are left behind.
-    """
-    work = document_work(pieces, tokenizer, tokenizer_config)
-    return write(out, work, tokenizer, source=source, num_workers=num_workers)
 
 
 def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_workers: int = 1) -> TokenMeta:

@@ -1,5 +1,7 @@
 """Opens the weights of a model: a run, a checkpoint, or a Hugging Face folder. No torch, and no code is run."""
 
+import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -25,6 +27,8 @@ from crius.models.config import rope_scaling_text
 from crius.models.description import ModelDescription
 from crius.models.huggingface import read_model_settings, rows_of
 from crius.models.registry import SPECS, families, find_spec
+
+log = logging.getLogger("crius.interop")
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -122,6 +126,14 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
     disk, name = found.folder.disk, found.name
     if not name:
         steps = found.folder.good()
+        damaged = {step: found.folder.problem(step) for step in found.folder.steps() if step not in steps}
+        reasons = "; ".join(f"step {step}: {why.rstrip('.')}" for step, why in damaged.items())
+        if damaged and not steps:
+            what = f"{path} has no checkpoint that can be read: {reasons}."
+            fix = f"crius checkpoint verify {shlex.quote(path)} names all damage"
+            raise CheckpointError(what, where=where, fix=fix)
+        if damaged and max(damaged) > steps[-1]:
+            log.warning("%s: step %d is used, because newer checkpoints are damaged: %s", path, steps[-1], reasons)
         if not steps:
             raise ConfigError(
                 f"{path} has neither a checkpoint that can be read nor a {CONFIG} with {SUFFIX} files.",

@@ -124,13 +124,20 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, *, sees_own_gpu: bool = False) -> torch.device:
+def pick_device(
+    wanted: Literal["auto", "cpu", "cuda"],
+    local_rank: int,
+    *,
+    sees_own_gpu: bool = False,
+    flag: str = "--training.device",
+) -> torch.device:
     """The device of this process.
 
     Args:
-        wanted: ``training.device``.
+        wanted: device that was asked for.
         local_rank: number of this process on its host; the index of the GPU.
         sees_own_gpu: each process of this host sees only its own GPU, whose index is then 0.
+        flag: flag of ``wanted``, for the error.
 
     Raises:
         EnvironmentError: cuda is asked for, but torch cannot use a GPU or has fewer GPUs than local ranks.
@@ -143,8 +150,8 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int, *, sees
         raise EnvironmentError(
             f"local rank {local_rank} needs its own GPU, but torch {torch.__version__} can use "
             f"{torch.cuda.device_count()}.",
-            where="training.device",
-            fix="start fewer ranks here, or --training.device cpu; crius doctor shows what is missing",
+            where=flag,
+            fix=f"start fewer ranks here, or {flag} cpu; crius doctor shows what is missing",
         )
     return torch.device("cuda", local_rank)
 

@@ -203,6 +203,7 @@ def test_a_run_repeats_another_one_by_its_file(left, folder):
         ({"training.steps": True}, (), "training.steps = true is true or false, and the setting takes an integer"),
         ({"dry_run": True}, (), "dry_run is an option of crius train, not a setting"),
         ({"help": True}, (), "help is an option"),
+        ({"training.foo": None}, (), "unknown setting training.foo"),
         ({"nproc": 2}, (), "nproc is an option.*give the degrees"),
         ({"lr": (1e-3, 2e-3)}, (), "lr = .* is a list, and the setting takes a number"),
         ({"model": {"num_layers": 1}}, (), 'model is a section.*"model.name"'),
@@ -367,6 +368,8 @@ def test_a_loaded_model_has_the_weights_of_its_step(left, folder):
     assert torch.equal(again.norm.weight, earlier.norm.weight.bfloat16())
     with pytest.raises(ConfigError, match="no checkpoint of step 5"):
         crius.load_model(folder / "first", step=5)
+    with pytest.raises(ConfigError, match="step '4' is not an integer"):
+        crius.load_model(folder / "first", step="4")
     for wrong in ("int8", torch.float8_e4m3fn):
         with pytest.raises(ConfigError, match="cannot compute"):
             crius.load_model(folder / "first", dtype=wrong)

@@ -86,6 +86,7 @@ def until(terminal, pattern):
         ("crius config dif", "diff"),
         ("crius train --model.attention_mask doc", "document"),
         ("crius train --recipe smollm2_l", "smollm2_lora"),
+        ("crius plan --gpu h100-p", "h100-pcie"),
         ("crius generate crius.f", "crius.fish"),
         ("crius train --data.path crius.f", "crius.fish"),
     ],

@@ -13,8 +13,10 @@ from crius.data import checked, prepare, tokens
 from crius.data.cache import open_cached
 from crius.data.checked import BlockHasher
 from crius.data.corpus import open_corpus
+from crius.data.documents import Piece
 from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import TokenFile
+from crius.data.work import document_work
 from crius.errors import DataError
 
 NAMES = ["tokens.bin", "documents.bin", "token_bytes.bin", "hashes.bin"]
@@ -32,9 +34,9 @@ def large(monkeypatch, tmp_path):
     monkeypatch.setattr(prepare, "BLOCK_BYTES", 64)
     for module in (checked, tokens):
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
-    pieces = [prepare.Piece(f"<{number}> some text ", True) for number in range(300)]
+    pieces = [Piece(f"<{number}> some text ", True) for number in range(300)]
     out = tmp_path / "large"
-    prepare.write_folder(out, pieces, ByteTokenizer(), tokenizer_config=TokenizerConfig(), source="test")
+    prepare.write(out, document_work(pieces, ByteTokenizer(), TokenizerConfig()), ByteTokenizer(), source="test")
     return out
 
 

@@ -13,12 +13,13 @@ from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.corpus import boundary_of
 from crius.data.documents import Piece
 from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader, validation_batches
-from crius.data.prepare import write_folder
+from crius.data.prepare import write
 from crius.data.samples import SampleSource
 from crius.data.source import Rows
 from crius.data.stream import ShardReader, StreamSource
 from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import IndexedSource, TokenFile
+from crius.data.work import document_work
 from crius.errors import ConfigError, DataError
 
 B, T, V = 8, 16, 8
@@ -29,7 +30,7 @@ BOUNDARY = boundary_of(DataConfig(), ByteTokenizer())
 def file(tmp_path_factory):
     out = tmp_path_factory.mktemp("tokens") / "t"
     pieces = [Piece(f"document {number} " * 5, True) for number in range(40)]
-    write_folder(out, pieces, ByteTokenizer(), tokenizer_config=TokenizerConfig(), source="test")
+    write(out, document_work(pieces, ByteTokenizer(), TokenizerConfig()), ByteTokenizer(), source="test")
     return TokenFile(out)
 
 

@@ -23,7 +23,7 @@ from crius.data.cache import cache_folder, open_cached
 from crius.data.prepare import prepare
 from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import TokenFile
-from crius.errors import DataError
+from crius.errors import ConfigError, DataError
 from crius.host import Machine
 from crius.train.inputs import open_run_corpus, resolve
 
@@ -80,7 +80,7 @@ def test_ids_above_65535_are_stored_in_32_bits(tmp_path):
     tok.vocab_size, tok.eos_id = 100_000, 99_999
     tok.token_bytes = lambda: np.ones(100_000, np.int32)
     pieces = [documents.Piece("a", True)]
-    meta = prepare_module.write_folder(tmp_path / "out", pieces, tok, tokenizer_config=BYTE, source="test")
+    meta = prepare_module.write(tmp_path / "out", work.document_work(pieces, tok, BYTE), tok, source="test")
     assert meta.dtype == "uint32" and meta.max_token_id == 99_999
     assert TokenFile(tmp_path / "out").tokens.tolist() == [97, 99_999]
 
@@ -146,10 +146,10 @@ def test_a_folder_that_is_in_use_is_refused_and_an_empty_one_taken(tmp_path):
     (tmp_path / "out").mkdir()
     prepare(data, BYTE, tmp_path / "out")
     before = contents(tmp_path / "out")
-    with pytest.raises(DataError, match="not an empty folder"):
+    with pytest.raises(ConfigError, match="not an empty folder"):
         prepare(data, BYTE, tmp_path / "out")
     assert contents(tmp_path / "out") == before
-    with pytest.raises(DataError, match="not an empty folder"):
+    with pytest.raises(ConfigError, match="not an empty folder"):
         prepare(data, BYTE, Path(data.path[0]))
     for source in ("huggingface", "tokens"):
         with pytest.raises(DataError, match="cannot be prepared"):

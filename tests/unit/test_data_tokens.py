@@ -13,10 +13,11 @@ from crius.data import tokens
 from crius.data.checked import BlockHasher
 from crius.data.corpus import boundary_of
 from crius.data.documents import Piece
-from crius.data.prepare import write_folder
+from crius.data.prepare import write
 from crius.data.source import ORDER_BLOCK, mix, permute, positions_of
 from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import IndexedSource, TokenFile
+from crius.data.work import document_work
 from crius.errors import DataError
 
 
@@ -24,7 +25,7 @@ from crius.errors import DataError
 def folder(tmp_path) -> Path:
     rng = np.random.default_rng(0)
     pieces = [Piece("".join(map(chr, rng.integers(32, 127, rng.integers(1, 40)))), True) for _ in range(60)]
-    write_folder(tmp_path / "t", pieces, ByteTokenizer(), tokenizer_config=TokenizerConfig(), source="test")
+    write(tmp_path / "t", document_work(pieces, ByteTokenizer(), TokenizerConfig()), ByteTokenizer(), source="test")
     return tmp_path / "t"
 
 

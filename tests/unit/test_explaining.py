@@ -47,7 +47,7 @@ def test_choices_rules_and_what_this_machine_decides_are_told(explain):
     found = json.loads(out)
     assert found["choices"] == ["auto", "float32", "bfloat16"]
     assert (found["value"], found["decided"] in ("float32", "bfloat16")) == ("auto", True)
-    assert found["why"] and found["meaning"].startswith("dtype of the gathered weights")
+    assert found["why"] and found["meaning"].startswith("dtype of weights in matmuls")
     _, out, _ = explain("parallelism.tensor_parallel_degree")
     assert (
         "Tensor parallelism gives each rank whole heads and equal parts of the hidden dim and of the sequence." in out
@@ -63,6 +63,7 @@ def test_choices_rules_and_what_this_machine_decides_are_told(explain):
         ("training.batch_size", "training.local_batch_size"),
         ("args.num_train_epochs", "training.epochs"),
         ("bf16", "training.mixed_precision_param"),
+        ("beta2", "optimizer.beta2"),
     ],
 )
 def test_names_of_other_trainers_are_found(explain, written, name):
@@ -78,6 +79,8 @@ def test_names_of_other_trainers_are_found(explain, written, name):
         ("fp16", "bfloat16 needs none"),
         ("quantize.dense", "quantize.dense is a section, not a setting."),
         ("zzz", "there is no such setting"),
+        ("layout", "layout is an option of crius train, not a setting"),
+        ("warmup_ratio", "fix    crius train --help all lists every flag"),
         ("zzz.seq_len", "there is no such setting"),
     ],
 )

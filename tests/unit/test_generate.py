@@ -181,6 +181,25 @@ def test_a_source_that_is_none_is_refused_by_name(generate, tmp_path, source):
     assert (code, out) == (2, "") and "gpt2" in err.lower()
 
 
+def test_a_damaged_checkpoint_is_called_damaged_and_an_earlier_one_is_said(generate, tmp_path, source, caplog):
+    run = tmp_path / "run"
+    assert cli.main(["import", str(source), str(run)]) == 0
+    newest = run / "checkpoints" / "step-00000007"
+    shutil.copytree(run / "checkpoints" / "step-00000000", newest)  # its manifest has another step
+    assert generate("--prompt", "a", "--max_new_tokens", 1, src=run)[0] == 0
+    assert "step 0 is used, because newer checkpoints are damaged: step 7: " in caplog.text
+    for file in run.glob("checkpoints/step-00000000/*.safetensors"):
+        os.truncate(file, 100)
+    code, out, err = generate("--prompt", "a", src=run)
+    assert (code, out) == (1, "") and "CheckpointError" in err and "has 100 bytes instead of" in err
+    assert f"crius checkpoint verify {run}" in err
+
+
+def test_a_gpu_that_is_missing_is_said_with_the_flag_of_the_verb(generate):
+    code, _, err = generate("--prompt", "a", "--device", "cuda")
+    assert code == 1 and "from   --device" in err and "--device cpu" in err and "training.device" not in err
+
+
 def test_a_source_without_a_chat_template_cannot_chat(generate, tmp_path, source):
     plain = tmp_path / "plain"
     plain.mkdir()

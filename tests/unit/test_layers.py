@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent.parent
 TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit", "generate", "evaluate", "convert")
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "in_process": 4, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
-    **dict.fromkeys(("host", "plugins", "redact", "run_file", "shards", "signals"), -1),
-    "named": -2,  # shards has what it says of parts too
+    **dict.fromkeys(("host", "plugins", "run_file", "shards", "signals"), -1),
+    **dict.fromkeys(("named", "redact"), -2),  # shards has what it says of parts too; tables are printable
     **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
@@ -75,7 +75,7 @@ OPTIONAL |= {
 AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
 LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
 
-MOST_CODE = {"trainer": 24_920, "tools": 13_290}
+MOST_CODE = {"trainer": 25_000, "tools": 13_320}
 """Lines of code of the two houses: decision 047 has the aims, with all models and features."""
 
 MOST_LOADED = {"crius": 203, "crius.tools.plan": 13}

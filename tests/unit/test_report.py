@@ -330,6 +330,17 @@ def test_incidents_that_cannot_be_read_say_so(tmp_path):
     assert texts == ["This file cannot be read: Is a directory.", "This file cannot be read."]
 
 
+def test_a_run_with_damaged_lines_only_says_so(tmp_path, capsys):
+    run = write_run(tmp_path / "run", ())
+    (run / "metrics.jsonl").write_bytes(b"\xff\x00\n")
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().err == f"{run}: metrics.jsonl has damaged lines only\n"
+
+
+def test_columns_are_in_the_order_of_the_records(tmp_path):
+    assert [*read_run(write_run(tmp_path / "run")).steps][:3] == ["step", "loss", "tokens_per_second"]
+
+
 def test_losses_that_are_not_finite_are_counted(tmp_path):
     [found] = shown(write_run(tmp_path / "run", (3.0, None, float("nan"), 2.0)))["runs"]
     assert found["not_finite"] == {"number": 2, "first": 2}

@@ -115,7 +115,9 @@ def read_prompts(texts: Sequence[str], file: str) -> list[Prompt]:
         try:
             content = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{file} cannot be read: {error}.", where="--prompt_file") from None
+            why = getattr(error, "strerror", None) or str(error)
+            what = f"{file} cannot be read: {why}."
+            raise DataError(what, where="--prompt_file", fix="give a text file in UTF-8 that exists") from None
         prompts += _lines(content, file) if file.endswith(".jsonl") else [_prompt(content.removesuffix("\n"))]
     if not prompts:
         raise ConfigError(

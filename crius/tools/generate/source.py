@@ -115,7 +115,7 @@ def read_source(
     facts = weights.facts
     tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte", eos_token=weights.eos_token))
     _check(path, weights, facts, tokenizer, settings)
-    device = pick_device(settings.device, local_rank)
+    device = pick_device(settings.device, local_rank, flag="--device")
     choose_kernels(device, linear)
     model = build_decoder(weights, settings.dtype, device, split, load)
     if settings.ranks == 1:

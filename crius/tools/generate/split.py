@@ -43,7 +43,7 @@ def _rank(
     path: str, prompts: Sequence[Prompt], settings: Settings, started: float, as_json: bool, placement: Placement
 ) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    device = pick_device(settings.device, placement.local_rank)
+    device = pick_device(settings.device, placement.local_rank, flag="--device")
     with world(placement.rank, placement.world_size, device, placement.rendezvous, _TIMEOUT_SECONDS):
         mesh = build_mesh(Layout(tp=settings.ranks), device.type).tp
 

@@ -152,7 +152,7 @@ def _curves(first: Columns, other: Columns, name: str, tolerance: float) -> Curv
 
 def _steps_of(run: RunHistory) -> str:
     steps = run.steps.get("step") or []
-    return f"{len(steps)} of {steps[0]} to {steps[-1]}" if steps else "none"
+    return f"{len(steps)} of {steps[0]} to {steps[-1]}" if steps else f"none ({run.lacks})"
 
 
 def differing(runs: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> dict[str, list[Any]]:

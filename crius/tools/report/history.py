@@ -58,6 +58,13 @@ class RunHistory:
         """The name of the run, which is the name of its folder."""
         return self.path.resolve().name
 
+    @property
+    def lacks(self) -> str:
+        """Why the run has no record of a step; empty if it has one."""
+        if self.steps:
+            return ""
+        return "metrics.jsonl has damaged lines only" if self.num_damaged else "no step has been reported yet"
+
 
 def read_run(path: Path) -> RunHistory:
     """The run in folder ``path``. It may still be running.
@@ -126,8 +133,9 @@ class _Rows:
             return
         count = len(self._places)
         place = self._places.setdefault(step, count)
-        for name in record.keys() - self._columns.keys():
-            self._columns[name] = [None] * count
+        for name in record:
+            if name not in self._columns:
+                self._columns[name] = [None] * count
         for name, column in self._columns.items():
             if place == count:
                 column.append(record.get(name))

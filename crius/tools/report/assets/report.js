@@ -463,7 +463,7 @@ function remarks(run) {
   return [
     run.damaged ? `${many(run.damaged, "damaged line")} of metrics.jsonl ${run.damaged === 1 ? "is" : "are"} left out.` : null,
     run.not_finite.number ? `The loss of ${many(run.not_finite.number, "step")} is not finite, first in step ${grouped(run.not_finite.first)}.` : null,
-    run.records ? null : "No step has been reported yet.",
+    run.records || run.damaged ? null : "No step has been reported yet.",
     !run.summary && run.records ? `The run ${run.results.state === "running" ? "still trains" : "ended without a summary"}. Its last record, of step ${grouped(run.steps)}, was written ${moment(run.last_record)}.` : null,
   ].filter(Boolean).map((text) => el("p", { class: "remark" }, alone ? text : `${run.name}: ${text}`));
 }

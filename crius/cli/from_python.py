@@ -1,0 +1,104 @@
+"""The arguments of ``crius.run``, checked and as words of a command line."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from crius.config.argv import OPTIONS
+from crius.config.changes import flag
+from crius.config.names import SHORT, unknown
+from crius.config.other_trainers import ALIASES
+from crius.config.run import RunConfig
+from crius.config.toml_file import command_line_flags, flatten, takes, to_toml, wrong_kind
+from crius.errors import ConfigError, CriusError
+from crius.redact import redact_value
+
+_OPTIONS = {
+    **dict.fromkeys({"help", "version", "json", *OPTIONS} - {"layout"}, ""),
+    "import": 'from crius.models.registry import import_models; import_models(["mymodel"], "notebook")',
+    "nproc": 'give the degrees, such as {"layout": "fsdp2"}',
+    "recipe": "crius.run(settings, recipe=NAME)",
+}
+"""Options of ``crius train`` that are not settings, and what to do in place of each."""
+
+_NAMES = {*flatten(RunConfig()), *SHORT, "config", "layout"}
+
+FILE = "run.toml"  # of a whole RunConfig, for the words of a command line
+
+
+def check_arguments(config: Any, sinks: Any) -> None:
+    """Check the types of the arguments of ``crius.run``.
+
+    Raises:
+        ConfigError: lists all arguments that are of another type.
+    """
+    problems = list[CriusError]()
+    if not (config is None or isinstance(config, (RunConfig, Mapping))):
+        what = f"config is {config!r:.100}, and not settings."
+        problems.append(ConfigError(what, where="crius.run", fix='crius.run({"training.steps": 10})'))
+    for name, value in config.items() if isinstance(config, Mapping) else ():
+        problems += _wrong_value(name, value)
+    wrong = [] if isinstance(sinks, (list, tuple)) else [sinks]
+    wrong = wrong or [sink for sink in sinks if not all(callable(getattr(sink, do, None)) for do in ("write", "close"))]
+    if wrong:
+        what = f"{wrong[0]!r:.100} is not a {'sink' if isinstance(sinks, (list, tuple)) else 'list of sinks'}."
+        why = "a sink is an object with write(record) and close()"
+        problems.append(ConfigError(what, where="sinks", why=why, fix="crius.run(settings, sinks=[sink])"))
+    if problems:
+        raise ConfigError.together(problems)
+
+
+def _wrong_value(name: Any, value: Any) -> list[CriusError]:
+    """The error of a setting whose name or value would become another one as words of a command line."""
+    if not isinstance(name, str) or not name or name.startswith("-"):
+        fix = 'give a dotted name, such as "training.steps"'
+        return [ConfigError(f"{name!r:.100} is not the name of a setting.", where="crius.run", fix=fix)]
+    if name in _OPTIONS:
+        what = f"{name} is an option of crius train, not a setting."
+        return [ConfigError(what, where="crius.run", fix=_OPTIONS[name] or "leave it out")]
+    if value is None and ALIASES.get(name, SHORT.get(name, name)) not in _NAMES:
+        return [unknown("setting", name, _NAMES, "crius.run")]
+    hint: Any = RunConfig
+    for part in (ALIASES | SHORT).get(name, name).split("."):
+        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    if dataclasses.is_dataclass(hint):
+        fix = f'name its settings, such as "{name}.{dataclasses.fields(hint)[0].name}"'
+        return [ConfigError(f"{name} is a section, not a setting.", where="crius.run", fix=fix)]
+    if isinstance(value, (list, tuple)):
+        value = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in value]
+    elif not isinstance(value, bool):
+        return []
+    return [] if hint is None or takes(hint, value) else [wrong_kind(name, value, hint, "crius.run")]
+
+
+def words_of(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) -> list[str]:
+    """The settings as words of a command line.
+
+    Args:
+        config: all settings, or dotted names with values.
+        recipe: name of a recipe; empty: none is given.
+        scratch: folder for a file with all settings.
+    """
+    if isinstance(config, Mapping):
+        given = [word for name, value in config.items() if value is not None for word in _flag(name, value)]
+        return ["--recipe", recipe] * bool(recipe) + given
+    file = scratch / FILE
+    file.write_text(to_toml(config), encoding="utf-8")
+    beside = {  # that the file lacks: secrets and [job]
+        name: value
+        for name, value in flatten(config).items()
+        if redact_value(name, value) != value or (name.startswith("job.") and value)
+    }
+    return [
+        "--config",
+        str(file),
+        *command_line_flags(config),
+        *(word for item in beside.items() for word in _flag(*item)),
+    ]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    is_word = not isinstance(value, (bool, list, tuple))
+    return [f"--{name}={value}"] if is_word else flag(name, value)
