@@ -224,6 +224,23 @@ def test_it_prints_in_light_colours_and_comes_back(broken):
         assert coloured(page, "loss", DARK) > 50
 
 
+def test_many_runs_differ_in_colour_or_dashes_and_their_tables_fit_on_paper(tmp_path):
+    start = json.dumps({"time": 1.0, "step": 0, "device": "A Processor With A Long Name, 64 cores"}) + "\n"
+    runs = [write_run(tmp_path / f"run-{number:02}", files={"starts.jsonl": start}) for number in range(20)]
+    (runs[-1] / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 1, "val_loss": null}\n')
+    assert cli.main(["report", *map(str, runs), "--out", str(tmp_path / "many.html")]) == 0
+    with opened(tmp_path / "many.html") as page:
+        keys = page.locator("header .key i").evaluate_all(
+            "all => all.map(i => [i.dataset.colour % 8, i.className].join())"
+        )
+        assert len(set(keys)) == len(keys) == 20
+        assert "not finite" in page.locator("table.results").last.inner_text()
+        page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        page.emulate_media(media="print")
+        too_wide = "all => all.filter(one => one.scrollWidth > one.clientWidth + 1).length"
+        assert page.locator(".scroll").evaluate_all(too_wide) == 0
+
+
 def test_each_validation_set_has_a_curve_of_its_own(broken):
     with opened(broken / "report.html") as page:
         assert coloured(page, "validation", LIGHT) > 50 < coloured(page, "validation", LIGHT_2)
