@@ -18,7 +18,7 @@ from crius.tools.convert.importing import import_model
 
 pytestmark = pytest.mark.real
 
-SAME = 2e-6  # of the largest logit: float32 sums in another order
+SAME = 4e-6  # of the largest logit: float32 sums in another order; either is up to 2.6e-6 from float64
 
 
 @pytest.fixture(scope="module")

@@ -171,7 +171,8 @@ def test_logits_are_those_of_transformers_and_no_farther_from_float64(logits, ca
     with capsys.disabled():
         print(f"\nof 512 tokens, largest logit {largest:.2f}, from float64 (max, rms): crius {ours}, with generate's")
         print(f"kernels {onednn}, transformers {default}, its eager attention {eager}; from transformers: {between}")
-    assert between["crius"] <= 2e-6  # transformers' own two attentions are 2.9e-6 apart here
+    # 2.9e-6 on an Intel CPU, where each of the two is 2.6e-6 from float64, and below 2e-6 on an AMD one
+    assert between["crius"] <= 4e-6
     assert ours[0] <= 1.5 * default[0] and ours[1] <= 1.5 * min(default[1], eager[1])
     # oneDNN adds up a row in longer runs than MKL: faster, and a little farther from what is exact
     assert onednn[0] <= 3 * default[0] and onednn[1] <= 2 * default[1]
