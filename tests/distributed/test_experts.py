@@ -110,7 +110,7 @@ def test_split_experts_train_as_in_one_process(model, layout, run_layout):
     assert got["start"] == want["start"] and all(want["start"].values())  # the same bits
     for one, other in zip(got["squares"], want["squares"], strict=True):
         assert other["layers.1.feed_forward.experts.w2"] > 0
-        assert one == pytest.approx(other, rel=2e-5, abs=1e-12)  # sums of float32 in another order, squared
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-12)  # sums in another order, squared; 3.3e-5 on a Xeon
     assert got["counts"] == want["counts"]  # no choice is so close that a rounding turns it
     assert got["buffers"] == want["buffers"]
     for key in ("loss", "grad_norm"):
