@@ -125,8 +125,9 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
     found = find_checkpoints(path, where)
     disk, name = found.folder.disk, found.name
     if not name:
-        steps = found.folder.good()
-        damaged = {step: found.folder.problem(step) for step in found.folder.steps() if step not in steps}
+        problems = {step: found.folder.problem(step) for step in found.folder.steps()}
+        steps = [step for step, problem in problems.items() if not problem]
+        damaged = {step: problem for step, problem in problems.items() if problem}
         reasons = "; ".join(f"step {step}: {why.rstrip('.')}" for step, why in damaged.items())
         if damaged and not steps:
             what = f"{path} has no checkpoint that can be read: {reasons}."
