@@ -1,15 +1,15 @@
-"""Who may import whom, where, and how long a file and a function may be: the architecture's sections 2 and 3."""
+"""Who may import whom, where, and how large files, functions and rooms may be: the architecture's sections 2 and 3."""
 
 import ast
-import io
 import os
 import subprocess
 import sys
-import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokens
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -72,16 +72,8 @@ OPTIONAL |= {
     "zstandard",
 }
 
-AIM_FILE, STOP_FILE, AIM_FUNCTION, STOP_FUNCTION = 400, 500, 60, 100
-LONGER: dict[str, str] = {}  # "file" or "file:function" to the reason; still below the hard stop
-
-MOST_CODE = {"trainer": 25_000, "tools": 13_320}
-"""Lines of code of the two houses: decision 047 has the aims, with all models and features."""
-
-MOST_LOADED = {"crius": 203, "crius.tools.plan": 13}
-"""Files that a run of one process loads."""
-
-NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
+MOST_LINES_OF_FILE = 600
+MOST_LINES_OF_FUNCTION = 60
 
 TORCH_FREE = (
     *("errors.py", "api.py", "cli/*.py", "config/*.py", "models/config.py", "models/description.py", "models/plan.py"),
@@ -209,36 +201,17 @@ def lazy_imports(root: Path) -> list[str]:
     return sorted(found)
 
 
-def too_long(root: Path, longer: dict[str, str]) -> list[str]:
+def too_long(root: Path) -> list[str]:
     found = []
     for path, tree in trees(root):
         length = len((root / "crius" / path).read_text().splitlines())
-        if length > (STOP_FILE if path in longer else AIM_FILE):
+        if length > MOST_LINES_OF_FILE:
             found.append(f"{path}: {length} lines")
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length, name = node.end_lineno - node.lineno + 1, f"{path}:{node.name}"
-                if length > (STOP_FUNCTION if name in longer else AIM_FUNCTION):
-                    found.append(f"{name}: {length} lines")
-    return found
-
-
-def code_lines(text: str) -> int:
-    """Lines of a module without docstrings, comments and blanks."""
-    strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
-    notes = [node for node in strings if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    found = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NO_CODE:
-            found |= {*range(token.start[0], token.end[0] + 1)}
-    return len(found.difference(*(range(note.lineno, (note.end_lineno or 0) + 1) for note in notes)))
-
-
-def houses(root: Path) -> dict[str, int]:
-    """Lines of code of the trainer and of the tools around it."""
-    found = dict.fromkeys(MOST_CODE, 0)
-    for path, _ in trees(root):
-        found["tools" if path.startswith("tools/") else "trainer"] += code_lines((root / "crius" / path).read_text())
+                length = node.end_lineno - node.lineno + 1
+                if length > MOST_LINES_OF_FUNCTION:
+                    found.append(f"{path}:{node.name}: {length} lines")
     return found
 
 
@@ -277,28 +250,38 @@ def test_functions_import_nothing_but_optional_packages():
 
 
 def test_files_and_functions_are_short():
-    assert too_long(ROOT, LONGER) == []
+    assert too_long(ROOT) == []
 
 
 def test_the_training_room_has_few_files():
     assert len(list((ROOT / "crius" / "train").glob("[!_]*.py"))) <= 16
 
 
-def test_the_houses_grow_no_further():
-    assert {name: number for name, number in houses(ROOT).items() if number > MOST_CODE[name]} == {}
+def test_no_room_grows_beyond_its_limit():
+    most = tokens.limits()
+    assert {room: count for room, count in tokens.rooms().items() if count > most[room]} == {}
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ('"""One.\n\nTwo.\n"""\n\nx = 1  # three\n', 1),
-        ("# one\nx = (\n    1,\n\n    2,\n)\n", 4),
-        ('class A:\n    """One."""\n\n    x: int\n    """Two."""\n', 2),
+        ('"""One.\n\nTwo."""\n\nx = 1  # three\n', 3),
+        ("x = (\n    1,\n\n    2,\n)\n", 8),
+        ('class A:\n    """One."""\n\n    x: int\n    """Two."""\n', 6),
         ('x = """\none\n"""\n', 3),
+        ('x = f"a {b} c"\n', 4),
+        ("x = f\"a {b:{c + 1}} {f'{d}'}\"\n", 9),
     ],
 )
-def test_code_is_counted_without_docstrings_comments_and_blanks(text, number, tmp_path):
-    assert houses(plant(tmp_path, "tools/plan/a.py", text)) == {"trainer": 0, "tools": number}
+def test_tokens_are_counted_without_docstrings_and_comments_on_every_python(text, number, tmp_path):
+    assert tokens.rooms(plant(tmp_path, "tools/plan/a.py", text)) == {"crius/tools/plan": number}
+
+
+def test_what_issues_state_is_added_to_the_limits(tmp_path):
+    table = '[tokens]\n"crius/cli" = 5\n[stated.one]\n"crius/cli" = 2\n[stated.two]\n"crius/new" = 3\n'
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/size.toml").write_text(table)
+    assert tokens.limits(tmp_path) == {"crius/cli": 7, "crius/new": 3}
 
 
 def test_a_run_of_one_process_loads_few_files(tmp_path):
@@ -314,8 +297,9 @@ def test_a_run_of_one_process_loads_few_files(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120, env=environ)
     assert done.returncode == 0, done.stderr
     names = done.stdout.splitlines()
-    loaded = {package: [name for name in names if is_below(name, package)] for package in MOST_LOADED}
-    assert {package: found for package, found in loaded.items() if len(found) > MOST_LOADED[package]} == {}
+    most = tomllib.loads((ROOT / "tests/size.toml").read_text())["loaded"]
+    loaded = {package: [name for name in names if is_below(name, package)] for package in most}
+    assert {package: found for package, found in loaded.items() if len(found) > most[package]} == {}
     assert {name.split(".")[2] for name in names if name.startswith("crius.tools.")} == {"plan", "report"}
 
 
@@ -403,21 +387,16 @@ def test_an_import_inside_a_function_is_found(text, is_wrong, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "longer", "is_wrong"),
+    ("text", "is_wrong"),
     [
-        ("x = 1\n" * 400, (), False),
-        ("x = 1\n" * 401, (), True),
-        ("x = 1\n" * 500, ("a.py",), False),
-        ("x = 1\n" * 501, ("a.py",), True),
-        ("def f():\n" + "    x = 1\n" * 59, (), False),
-        ("def f():\n" + "    x = 1\n" * 60, (), True),
-        ("def f():\n" + "    x = 1\n" * 99, ("a.py:f",), False),
-        ("def f():\n" + "    x = 1\n" * 100, ("a.py:f",), True),
+        ("x = 1\n" * 600, False),
+        ("x = 1\n" * 601, True),
+        ("def f():\n" + "    x = 1\n" * 59, False),
+        ("def f():\n" + "    x = 1\n" * 60, True),
     ],
 )
-def test_an_overlong_file_or_function_is_found(text, longer, is_wrong, tmp_path):
-    found = too_long(plant(tmp_path, "a.py", text), dict.fromkeys(longer, "a reason"))
-    assert bool(found) == is_wrong
+def test_an_overlong_file_or_function_is_found(text, is_wrong, tmp_path):
+    assert bool(too_long(plant(tmp_path, "a.py", text))) == is_wrong
 
 
 def test_torch_in_the_config_is_found(tmp_path):
