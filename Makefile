@@ -5,6 +5,8 @@
 # make test-torch VERSION=2.15.0   the tests that torch can break, on that torch: 6 GB and 10 minutes; KEEP=1 keeps it
 # make docs    the documentation as a site: docs/_build/html/index.html
 # make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
+# make gpu-check | gpu-bench | gpu-ranks   on a GPU: what is right, how fast it is, several ranks on one card. DRY=1
+#                  tries them on a CPU, STEPS=a,b some steps, and make gpu-carry fills .gpu for a machine without network
 #
 # Another torch is one variable, for example for a GPU whose driver is older than 580
 #   make setup CRIUS_TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
@@ -29,7 +31,7 @@ MAKE_VENV = $(PYTHON) -m venv $(VENV)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: setup setup-real train test test-full test-torch lint docs bench-cpu clean
+.PHONY: setup setup-real train test test-full test-torch lint docs bench-cpu gpu-check gpu-bench gpu-ranks gpu-carry clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -118,6 +120,14 @@ docs: $(DOCS_STAMP)
 
 bench-cpu: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)
+
+# a machine that has a torch, but no registry, needs no .venv
+GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON)))
+gpu-check gpu-bench gpu-ranks: $(if $(wildcard $(BIN)/python),,$(if $(GPU_PYTHON),,$(STAMP)))
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu $(@:gpu-%=%) $(if $(DRY),--dry) $(if $(STEPS),--only $(STEPS))
+
+gpu-carry:
+	$(PYTHON) benchmarks/gpu/pack.py
 
 clean:
 	rm -rf $(VENV)

@@ -1,8 +1,8 @@
 """What one block of the 8B model does on a GPU of capability 9.0 that does not exist: ``python -m cuda_fake.block``.
 
-Crius's block is that of a real run, after its parallelism, its precision and torch.compile; the other one is of
-``benchmarks/peers/titan_math.py``. Both get one sequence, once forward and once backward, in bfloat16 with weights in
-bfloat16, so that no weight is cast. Called by ``benchmarks/gpu_table.py``.
+Crius's block is that of a real run, after its parallelism, its precision and torch.compile; the other one is that of
+torchtitan itself. Both get one sequence, once forward and once backward, in bfloat16 with weights in
+bfloat16, so that no weight is cast. Called by ``benchmarks/gpu/blocks.py``.
 """
 
 import ctypes
@@ -71,25 +71,38 @@ def _of_crius(asked: dict, steps) -> dict:
 
 
 def _of_titan(asked: dict) -> dict:
+    """A block of torchtitan itself, after its own conversion, recomputation and compilation."""
     import torch
-    from peers import titan_math
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.llama3 import Transformer
+    from torchtitan.models.llama3.infra.parallelize import parallelize_llama
+    from torchtitan.protocols.model_converter import build_model_converters
 
-    from crius.models.llama3 import Llama3Config
+    from benchmarks.gpu.titan import model_args
     from crius.models.registry import SPECS
     from crius.parallel.runtime import fake_world
     from cuda_fake.device import CUDA, FakeMode
 
     facts = SPECS["llama3"].describe("8b", num_layers=1, vocab_size=16032).config
-    assert isinstance(facts, Llama3Config)
-    options = titan_math.Options(**asked["options"])
+    job = JobConfig()
+    job.training.seq_len = TOKENS
+    job.compile.enable = asked["compiles"]
+    job.activation_checkpoint.mode = "selective" if asked["options"].get("recompute") else "none"
+    job.activation_checkpoint.selective_ac_option = "op"
+    if asked["options"].get("float8"):
+        job.model.converters = ["quantize.linear.float8"]
+        job.quantize.linear.float8.filter_fqns = ["output"]
     torch.set_default_dtype(torch.bfloat16)
-    fake = FakeMode()
-    with fake_world(0, 1), fake, titan_math.kernels(CUDA):
+    with fake_world(0, 1), FakeMode():
+        ranks = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
         with torch.device(CUDA):
-            model = titan_math.Llama(facts, torch.ones(facts.head_dim // 2), TOKENS, options)
+            model = Transformer(model_args(facts, TOKENS))
             x = torch.empty(1, TOKENS, facts.dim, requires_grad=True)
-        titan_math.prepare(model, options, torch.bfloat16, None)
-        [block], inputs = model.layers, (x, model.table, model.mask)
+        build_model_converters(job, ranks).convert(model)
+        parallelize_llama(model, ranks, job)
+        [block] = model.layers.values()
+        inputs = (x, model.freqs_cis, None)
         block(*inputs).sum().backward()  # compiles
         return _measured(block, inputs)
 

@@ -12,7 +12,7 @@ SEARCHED = ("crius/**/*.py", "benchmarks/**/*.py", "docs/**/*.py", "train.py")
 # "file: what" to the reason
 EXCEPTIONS = {
     "crius/cli/completion.py: shell=True": "the name of a shell that cyclopts writes a script for; nothing is started",
-    "benchmarks/gpu_suite.py: extractall without filter": "wheels the user names; zips have no filter, and drop ..",
+    "benchmarks/gpu/host.py: extractall without filter": "wheels the user names; zips have no filter, and drop ..",
 }
 
 PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "_pickle")

@@ -1,8 +1,9 @@
-"""The table of docs/gpu.md: what a block of the 8B model does on a GPU, Crius's beside torchtitan's mathematics.
+"""The table of docs/gpu.md: what a block of the 8B model does on a GPU, Crius's beside torchtitan's own.
 
-    python benchmarks/gpu_table.py                    # prints it; --write puts it into docs/gpu.md
+    python -m benchmarks.gpu.blocks                    # prints it; --write puts it into docs/gpu.md
 
-No GPU runs, and none is needed: see docs/gpu.md. Needs g++, and the package triton (``pip install --no-deps triton``).
+No GPU runs, and none is needed: see docs/gpu.md. Needs g++, triton and torchtitan 0.2.2 (``pip install --no-deps triton
+torchtitan==0.2.2 torchdata tyro typeguard``).
 Each row is a process of ``tests/cuda_fake/block.py``, 10 to 60 seconds long.
 """
 
@@ -17,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 FIELDS = ["kernels forward", "kernels backward", "kept, MiB", "reads", "copies"]
 COLUMNS = ["block", "of", *FIELDS]
-BEGIN, END = "<!-- table: benchmarks/gpu_table.py -->\n", "<!-- end of table -->\n"
+BEGIN, END = "<!-- table: benchmarks/gpu/blocks.py -->\n", "<!-- end of table -->\n"
 COMPILED = ("--compile.enable",)
-TITAN = "titan math"
+TITAN = "torchtitan"
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Row:
 
     Attributes:
         name: what it does.
-        flags: of Crius; None: it is torchtitan's mathematics.
-        options: of ``peers.titan_math.Options``.
+        flags: of Crius; None: it is torchtitan's block.
+        options: recompute and float8, of torchtitan.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Row:
         """For ``cuda_fake.block``."""
         asked: dict[str, Any] = {"compiles": self.name != "eager", "is_titan": self.flags is None}
         asked["flags"] = list(self.flags or ())
-        asked["options"] = {"recompute": False} | self.options
+        asked["options"] = self.options
         return json.dumps(asked)
 
 
@@ -58,7 +59,7 @@ class Row:
 FLOAT8 = ("--quantize.dense.float8.enable", "--quantize.dense.auto_filter", "off")
 ROWS = (
     Row("eager", ()),
-    Row("eager", None, {"backend": ""}),
+    Row("eager", None),
     Row("compiled", COMPILED),
     Row("compiled", None),
     Row("compiled, selective recomputing", (*COMPILED, "--activation_checkpoint.mode", "selective")),
@@ -76,7 +77,7 @@ def measured(row: Row) -> dict[str, Any]:
     Raises:
         RuntimeError: the block did not run.
     """
-    folders = map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks"))
+    folders = map(str, (ROOT, ROOT / "tests"))
     path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     # the shim has to be loaded before torch is imported, which is why this process does neither
     code = (
@@ -114,18 +115,27 @@ def replaced(page: str, text: str) -> str:
     return before + BEGIN + text + END + rest.split(END)[1]
 
 
+NEEDED = ("triton", "torchtitan")
+
+
+def versions_here() -> str:
+    """What the numbers depend on."""
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", *NEEDED))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
     options = parser.parse_args()
-    if importlib.util.find_spec("triton") is None:
-        print("gpu_table: needs the package triton: pip install --no-deps triton", file=sys.stderr)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"blocks: {', '.join(missing)} is missing: see the top of this file", file=sys.stderr)
         return 2
     lines = []
     for row in ROWS:
         lines.append(cells(row, measured(row)))
         print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "triton"))
+    versions = versions_here()
     text = f"\n{table(lines)}\nWith {versions}.\n\n"
     if options.write:
         PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The section ``profile``: where the steps go, from the trace of ``crius train``. No torch here."""
+"""Where the time of steps goes, from the trace of ``crius train``. No torch here."""
 
 import json
 from collections import Counter, defaultdict
@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_models import SHAPED_8B, TINY
-from gpu_sections import Place, Report, Section, train
+from benchmarks.gpu.peers import SHAPED_8B, TINY
+from benchmarks.gpu.round import Round
+from benchmarks.gpu.runs import train
 
 START, NUM_STEPS, INTERVAL = 12, 3, 10
 """Steps 12 to 14 are traced; 10 and 20 report, so that none of the traced ones does."""
@@ -20,32 +21,35 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize"
 Event = dict[str, Any]
 
 
-def profile(place: Place, report: Report) -> None:
+def profile(this: Round) -> None:
     """Kernels by time, the share in which the GPU idles, and waits of the host, in three steps that report nothing."""
-    case = TINY if place.tiny else SHAPED_8B
-    flags = case.flags(place)
-    flags += ["--training.steps", "20", "--metrics.log_interval", str(INTERVAL), "--profiler.enable"]
-    flags += ["--profiler.start_step", str(START), "--profiler.num_steps", str(NUM_STEPS)]
-    if train(place, report, "trace", flags) is None:
+    case = TINY if this.is_dry else SHAPED_8B
+    folder = this.folder("runs", "profile") / "trace"
+    flags = [*case.flags(this), "--training.steps", "20", "--metrics.log_interval", str(INTERVAL)]
+    flags += ["--profiler.enable", "--profiler.start_step", str(START), "--profiler.num_steps", str(NUM_STEPS)]
+    trained = train(this, "trace", flags, folder=folder)
+    if not trained.is_whole:
+        this.row("trace", False, trained.done.why, trained.done.seconds)
         return
-    path = place.work / f"{report.name}-trace" / "traces" / f"step-{START}" / "rank-0.json"
-    events = read(path)
+    events = read(folder / "traces" / f"step-{START}" / "rank-0.json")
     window = steps_of(events)
-    report.check("the trace has the steps", len(window) == NUM_STEPS, f"{len(window)} of {NUM_STEPS}")
+    this.row("the trace has the steps", len(window) == NUM_STEPS, f"{len(window)} of {NUM_STEPS}")
     if not window:
         return
-    is_gpu = place.device == "cuda"
-    work = launched_in(events, window) if is_gpu else [event for event in events if event.get("cat") == "cpu_op"]
-    judge_waits(report, waits_of(events, window), len(window), is_gpu=is_gpu)
-    report.check("the trace has the work of the steps", bool(work), f"{len(work)} events")
+    work = [event for event in events if event.get("cat") == "cpu_op"] if this.is_dry else launched_in(events, window)
+    judge_waits(this, events, window)
+    this.row("the trace has the work of the steps", bool(work), f"{len(work)} events")
     if not work:
         return
     # the host runs ahead of a GPU: its steps begin and end with what they launched
     span = max(event["ts"] + event["dur"] for event in work) - min(event["ts"] for event in work)
+    idle = 1 - covered(work) / span
+    milliseconds = span / 1e3 / len(window)
+    shown = f"{milliseconds:.2f} ms with the profiler, idle {idle:.1%} of the time"
+    this.row("a step", True, shown, milliseconds=milliseconds, idle=idle)
     for row in table(work, span, len(window)):
-        report.row(**row)
-    report.note(f"{span / 1e3 / len(window):.2f} ms a step with the profiler")
-    report.note(f"{'GPU' if is_gpu else 'CPU'} idle: {1 - covered(work) / span:.1%} of {len(window)} steps")
+        shown = f"{row['milliseconds_a_step']:.3f} ms a step, {row['percent']} %, {row['calls_a_step']} calls"
+        this.row(row["what"], True, shown, **row)
 
 
 def read(path: Path) -> list[Event]:
@@ -64,18 +68,35 @@ def steps_of(events: Iterable[Event]) -> list[tuple[float, float]]:
     return sorted(found.values())
 
 
-def waits_of(events: Iterable[Event], window: Sequence[tuple[float, float]]) -> Counter[str]:
+def waits_of(events: Iterable[Event], window: Sequence[tuple[float, float]]) -> list[Event]:
     """Calls in which the host waits for the GPU and that begin in the steps; a copy to pageable memory waits in one."""
-    begin, end = window[0][0], window[-1][1]
-    return Counter(event["name"] for event in events if event["name"] in WAITS and begin <= event["ts"] < end)
+    begin = window[0][0]
+    end = window[-1][1]
+    return [event for event in events if event["name"] in WAITS and begin <= event["ts"] < end]
 
 
-def judge_waits(report: Report, waits: Counter[str], steps: int, *, is_gpu: bool) -> None:
-    """Whether the host waits for nothing in ``steps`` steps but, once in each, for the step before."""
-    shown = ", ".join(f"{count} x {name}" for name, count in waits.items()) or "none"
-    passed = waits[PLANNED_WAIT] <= steps and waits.total() == waits[PLANNED_WAIT]
-    claim = "steps that report nothing wait at most once each, for the step before, and for no stream or device"
-    report.check(claim, passed if is_gpu else None, shown)
+def around(events: Iterable[Event], inner: Event) -> str:
+    """The innermost operator or Python frame that ``inner`` runs in: where a wait comes from."""
+    outer = [
+        event
+        for event in events
+        if event.get("cat") in ("cpu_op", "python_function", "user_annotation")
+        and event.get("tid") == inner.get("tid")
+        and event["ts"] <= inner["ts"]
+        and event["ts"] + event["dur"] >= inner["ts"] + inner["dur"]
+    ]
+    return str(min(outer, key=lambda event: event["dur"])["name"]) if outer else "no operator"
+
+
+def judge_waits(this: Round, events: Sequence[Event], window: Sequence[tuple[float, float]]) -> None:
+    """Whether the host waits for nothing in the steps but, once in each, for the step before."""
+    waits = waits_of(events, window)
+    planned = [wait for wait in waits if wait["name"] == PLANNED_WAIT]
+    places = Counter(f"{wait['name']} in {around(events, wait)}" for wait in waits)
+    shown = ", ".join(f"{count} x {place}" for place, count in places.items()) or "none"
+    ok = len(planned) <= len(window) and len(planned) == len(waits)
+    claim = "the host waits at most once a step, for the step before"
+    this.row(claim, None if this.is_dry else ok, shown, waits=len(waits))
 
 
 def launched_in(events: Sequence[Event], window: Sequence[tuple[float, float]]) -> list[Event]:
@@ -145,6 +166,3 @@ def covered(work: Iterable[Event]) -> float:
         total += max(0.0, end - begin)
         done = max(done, end)
     return total
-
-
-PROFILE: dict[str, tuple[Section, float]] = {"profile": (profile, 30)}

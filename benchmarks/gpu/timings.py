@@ -1,6 +1,6 @@
-"""Questions to torch, in a process of their own: ``device``, or any of ``loss``, ``projections`` and ``attention``.
+"""Time and memory of the loss, of projections and of attention by themselves.
 
-    python benchmarks/gpu_probe.py cuda [tiny] loss attention
+    python -m benchmarks.gpu.timings cuda|cpu [tiny]
 
 The last line out is JSON. B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim, V vocabulary
 """
@@ -21,25 +21,6 @@ from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, ref
 from crius.models.layers import CausalAttention, DocumentMask
 
 MIB = 1 << 20
-
-
-def device() -> dict:
-    """What torch finds, and why it finds no GPU."""
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": None, "why": ""}
-    if torch.version.cuda is None:
-        return {**found, "why": f"torch {torch.__version__} is built without CUDA"}
-    if not torch.cuda.is_available():
-        return {**found, "why": "torch is built for CUDA but can use no GPU; nvidia-smi tells whether the driver can"}
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        **found,
-        "device": properties.name,
-        "gpus": torch.cuda.device_count(),
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(properties.total_memory / (1 << 30), 1),
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }
 
 
 def attention(where: str, is_tiny: bool) -> list[dict]:
@@ -169,22 +150,19 @@ def _once(work: Callable[[], None], where: str) -> tuple[float, float | None]:
     return seconds, round((torch.cuda.max_memory_allocated() - before) / MIB, 1) if where == "cuda" else None
 
 
-QUESTIONS = {"attention": attention, "projections": projections, "loss": loss}
+QUESTIONS = {"loss": loss, "projections": projections, "attention": attention}
 
 
-def answers(where: str, words: list[str]) -> dict[str, object]:
-    """The rows of each question, or in place of them what went wrong, such as too little memory."""
+def main(where: str, *words: str) -> None:
+    """Print the rows of each question, or in place of them what went wrong, such as too little memory."""
     found: dict[str, object] = {}
-    for name in words:
-        if name == "tiny":
-            continue
+    for name, question in QUESTIONS.items():
         try:
-            found[name] = QUESTIONS[name](where, "tiny" in words)
+            found[name] = question(where, "tiny" in words)
         except RuntimeError as error:
             found[name] = str(error).strip().splitlines()[0]
-    return found
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    place, *rest = sys.argv[1:]
-    print(json.dumps(device() if place == "device" else answers(place, rest)))
+    main(*sys.argv[1:])
