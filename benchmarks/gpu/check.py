@@ -6,12 +6,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.gpu import host, trace
+from benchmarks.gpu.checks import GROUPS
 from benchmarks.gpu.host import ROOT
 from benchmarks.gpu.round import Round, Step
 from benchmarks.gpu.runs import resume, runs
 
-GROUPS = ("attention", "loss", "experts", "low_precision", "system")
-"""Of kernel checks; each is a process, so that a broken CUDA context ends one of them."""
 ALONE = "system"
 """Group of kernel checks whose ceilings need the GPU alone."""
 

@@ -23,9 +23,15 @@ END = "<!-- end of what it made -->\n"
 NOTHING = "**Nothing of Crius has run on a GPU so far.**"
 NEVER = "Several GPUs over NVLink, and several hosts, have never run."
 COLUMNS = ("step", "check", "right", "figure", "ratio", "of the ceiling", "card", "date", "commit")
-FIGURES = {"tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}", "peak_gib": "{:.1f} GiB", "gap": "gap {:.1e}"}
+FIGURES = {
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "tflop_per_s": "{:,.0f} TFLOP/s",
+    "mfu": "MFU {:.1%}",
+    "peak_gib": "{:.1f} GiB",
+    "gap": "gap {:.1e}",
+}
 """Figures of a row that the page shows, by name."""
-CEILING = ("system: ceilings", "bf16_tflops")
+CEILING = ("system: ceiling matmul bfloat16", "tflop_per_s")
 """Check and figure of the matmul rate that the card showed itself."""
 
 

@@ -20,6 +20,8 @@ END_SECONDS = 5.0
 """What a program that is out of time has to write what it found; then it is killed."""
 LEAST_SECONDS = 5.0
 """A program is not started with less than this."""
+DRY_SCALE = 8.0
+"""Limits are those of a GPU and 16 cores; a dry run has whatever CPU there is, which may be busy."""
 
 FEW_LINES = 12
 """Lines that the log keeps of a program that passed; of one that failed it keeps ``MANY_LINES``."""
@@ -102,7 +104,7 @@ class Round:
 
         The process group is ended whatever happens, first by SIGINT, so that a program can write what it has.
         """
-        limit = min(limit, self.left() - END_SECONDS)
+        limit = min(DRY_SCALE * limit if self.is_dry else limit, self.left() - END_SECONDS)
         if limit < LEAST_SECONDS:
             return Done(None, "no time was left", 0.0)
         log = self.folder("output") / f"{re.sub(r'[^A-Za-z0-9]+', '-', f'{self.step} {name}')}.log"

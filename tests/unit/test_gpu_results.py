@@ -31,7 +31,7 @@ def test_of_a_check_the_newest_row_counts_and_a_dry_run_never(tmp_path):
 
 def test_the_page_has_a_line_for_each_check_with_ratio_and_ceiling(tmp_path):
     rows = [
-        ("kernels", "system: ceilings", True, {"bf16_tflops": 800.0}),
+        ("kernels", "system: ceiling matmul bfloat16", True, {"tflop_per_s": 800.0}),
         ("bf16", "crius, 8B, 4 layers", True, {"tokens_per_second": 80_000.0, "tflops": 500.0, "mfu": 0.505}),
         ("bf16", "crius over titan-fsdp", True, RATIO),
         ("bf16", "crius over titan-amp", True, RATIO | {"goal": 1.05, "reached": False}),
