@@ -220,7 +220,8 @@ def _train_apart(words: Sequence[str], folder: Path, sinks: Sequence[Sink]) -> N
     from crius.launch.stop import STOPPED
 
     command = [sys.executable, "-m", "crius", "train", *words, "--job.run_dir", str(folder), *imports()]
-    records, lines = _NewRecords(folder), deque[str](maxlen=100)
+    records = _NewRecords(folder)
+    lines = deque[str](maxlen=100)
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -267,10 +268,13 @@ class _NewRecords:
     """The records that a run adds to its ``metrics.jsonl``, each once, even if a restart repeats steps."""
 
     def __init__(self, folder: Path) -> None:
-        self._starts, self._metrics = folder / "starts.jsonl", folder / "metrics.jsonl"
+        self._starts = folder / "starts.jsonl"
+        self._metrics = folder / "metrics.jsonl"
         self._num_starts = len(_lines_of(self._starts, 0))
-        self._place, self._file = 0, 0
-        self._step, self._seen = -1, set[str]()
+        self._place = 0
+        self._file = 0
+        self._step = -1
+        self._seen = set[str]()
 
     def give(self, sinks: Sequence[Sink]) -> None:
         """Give the new records to the sinks."""
@@ -292,7 +296,8 @@ class _NewRecords:
         with contextlib.suppress(FileNotFoundError):
             found = self._metrics.stat()
             if found.st_ino != self._file or found.st_size < self._place:  # a restart leaves out what comes again
-                self._file, self._place = found.st_ino, 0
+                self._file = found.st_ino
+                self._place = 0
         for line in _lines_of(self._metrics, self._place):
             self._place += len(line)
             try:
@@ -302,7 +307,8 @@ class _NewRecords:
                 continue  # a damaged line, which reports count
             kind = "loss" if "loss" in told else f"validation {told.get('val_set')}"
             if told["step"] > max(self._step, starts[0]):
-                self._step, self._seen = told["step"], set()
+                self._step = told["step"]
+                self._seen = set()
             if told["step"] == self._step and kind not in self._seen:
                 self._seen.add(kind)
                 yield told

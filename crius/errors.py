@@ -17,7 +17,10 @@ class CriusError(Exception):
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         super().__init__(what, where, why, fix)  # all four, so that the error survives pickling
-        self.what, self.where, self.why, self.fix = what, where, why, fix
+        self.what = what
+        self.where = where
+        self.why = why
+        self.fix = fix
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.what, self.where, self.why, self.fix)

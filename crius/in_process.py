@@ -64,15 +64,21 @@ def _plain_torch() -> Iterator[None]:
 def process_as_before() -> Iterator[None]:
     """Train in a state of its own, and restore what a run changes in its process: signals, log lines, environment
     variables, random numbers, threads, determinism, kernels, the collector."""
-    threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads = torch.get_num_threads()
+    is_exact = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    finds_anomalies, collects, dtype = torch.is_anomaly_enabled(), gc.isenabled(), torch.get_default_dtype()
+    finds_anomalies = torch.is_anomaly_enabled()
+    collects = gc.isenabled()
+    dtype = torch.get_default_dtype()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    environ, hook = dict(os.environ), sys.excepthook
+    environ = dict(os.environ)
+    hook = sys.excepthook
     drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()
     logger = logging.getLogger("crius")
     logs = list(logger.handlers), logger.propagate, logger.level
-    status.step, status.limit_seconds, logger.handlers = None, 0.0, []
+    status.step = None
+    status.limit_seconds = 0.0
+    logger.handlers = []
     torch.set_default_dtype(torch.float32)
     try:
         with choice.applied(choice.current()), _plain_torch():

@@ -123,7 +123,8 @@ def _acts(char: str) -> bool:
 
 def _after(text: str) -> str:
     """``text`` without the word that follows each match of ``_AFTER``."""
-    kept, at = [], 0
+    kept = []
+    at = 0
     for match in _AFTER.finditer(text):
         if match.end() >= at and (rest := _REST.match(text, match.end())):
             kept += [text[at : match.end()], HIDDEN]
@@ -142,7 +143,8 @@ def _values(environ: Mapping[str, str]) -> list[str]:
 
 
 def _hide_named(match: re.Match[str]) -> str:
-    name, value = match["name"].lstrip("-"), match["value"].strip("\"'")
+    name = match["name"].lstrip("-")
+    value = match["value"].strip("\"'")
     if not is_secret_name(name) or _HARMLESS.fullmatch(value.rstrip(".,;:)]}")):
         return match[0]
     if name.lower() == "token" and not _OPAQUE.fullmatch(value):  # a token of a text

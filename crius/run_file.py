@@ -21,7 +21,10 @@ class RunFile:
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None], loss: str, head: str = "") -> None:
-        self._path, self._warn, self._loss, self._head = path, warn, loss, head
+        self._path = path
+        self._warn = warn
+        self._loss = loss
+        self._head = head
         self._file: int | None = None
         self._has_warned = False
         self.append("")

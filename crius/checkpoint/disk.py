@@ -195,7 +195,8 @@ class LocalDisk:
 
         For files of a failed save, see ``sweep``.
         """
-        found, name = parse_folder(folder), check_name(folder, self.where)
+        found = parse_folder(folder)
+        name = check_name(folder, self.where)
         if found and found.kind != "tmp":
             name = f"{step_name(found.step)}.tmp-removed-{_tag()}"
             self._move(folder, name)

@@ -161,7 +161,10 @@ def _outside(spans: list[_Span], size: int) -> str:
 
 def _hashes(disk: Disk, path: str, spans: list[_Span], beat: Callable[[], None]) -> tuple[int, str, list[str]]:
     """Size and hash of a file, and the hash of each of ``spans``, which are sorted and do not overlap."""
-    whole, hashers, at, first = Hasher(), [Hasher() for _ in spans], 0, 0
+    whole = Hasher()
+    hashers = [Hasher() for _ in spans]
+    at = 0
+    first = 0
     with disk.open(path) as file:
         for block in blocks_of(file):
             whole.update(block)

@@ -114,7 +114,9 @@ def _look(
     disk: Disk, name: str, rank: int, size: int, verify: bool, beat: Callable[[], None]
 ) -> tuple[list[str], Manifest | None, dict[str, Any]]:
     """Problems of this rank's share of a checkpoint, its manifest and its state."""
-    manifest, state, problems = None, {}, []
+    manifest = None
+    state = {}
+    problems = []
     try:
         manifest = read_manifest(disk, name)
         if verify:
@@ -194,15 +196,18 @@ def load_tensors(sources: Mapping[str, TensorSource], tensors: dict[str, Tensor]
         MetadataIndex(name, torch.Size(piece.offset)): piece for name in tensors for piece in sources[name].pieces
     }
     for index in sorted(needed, key=lambda index: pieces[index].place):
-        piece, dtype = pieces[index], DTYPES[sources[index.fqn].dtype]
+        piece = pieces[index]
+        dtype = DTYPES[sources[index.fqn].dtype]
         if piece.read_rows is None:
             part = as_tensor(piece.read(), dtype, piece.shape)
         for item in needed[index]:
             if piece.read_rows is None:
                 _fill(part, item, item.storage_offsets, planner)
                 continue
-            starts, dim = list(item.storage_offsets), piece.row_dim
-            first, count = starts[dim], item.lengths[dim]
+            starts = list(item.storage_offsets)
+            dim = piece.row_dim
+            first = starts[dim]
+            count = item.lengths[dim]
             rows = as_tensor(
                 piece.read_rows(first, first + count), dtype, (*piece.shape[:dim], count, *piece.shape[dim + 1 :])
             )

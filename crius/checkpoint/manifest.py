@@ -56,7 +56,8 @@ def blocks_of(file: BinaryIO) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
-FORMAT, VERSION = "crius-checkpoint", 1
+FORMAT = "crius-checkpoint"
+VERSION = 1
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -310,7 +311,8 @@ def _chunk(
     begin, end = _integers([first, last], where, what)
     if not begin <= end <= files[file].size:
         _refuse(where, f"has {what} at bytes {begin:,} to {end:,} of {file}", f"it has {files[file].size:,} bytes")
-    offset, shape = _integers(start, where, what), _integers(size, where, what)
+    offset = _integers(start, where, what)
+    shape = _integers(size, where, what)
     if not fits(dims, (offset, shape)):
         _refuse(where, f"has a part of {what} at {_shown(offset)} of shape {_shown(shape)}", f"it is {_shown(dims)}")
     if math.prod(shape) * item_bytes != end - begin:

@@ -128,7 +128,8 @@ class _Reader:
     a request."""
 
     def __init__(self, disk: Disk, folder: str) -> None:
-        self._disk, self._folder = disk, folder
+        self._disk = disk
+        self._folder = folder
         self._name = ""
         self._file: BinaryIO = io.BytesIO()
 
@@ -136,7 +137,8 @@ class _Reader:
         """Read a part of the tensor ``name``."""
         if chunk.file != self._name:
             self._file.close()
-            self._file, self._name = self._disk.open(f"{self._folder}/{chunk.file}"), chunk.file
+            self._file = self._disk.open(f"{self._folder}/{chunk.file}")
+            self._name = chunk.file
         data = np.empty(chunk.end - chunk.begin, dtype=np.uint8)
         self._file.seek(chunk.begin)
         count = self._file.readinto(data.data)  # type: ignore[attr-defined]  # every binary file has it

@@ -47,7 +47,10 @@ class _Reader(io.RawIOBase):
     """A file that is read in ranges. A failed read is tried again."""
 
     def __init__(self, disk: "FsspecDisk", path: str) -> None:
-        self._disk, self._path, self._size, self._at = disk, path, disk.size(path), 0
+        self._disk = disk
+        self._path = path
+        self._size = disk.size(path)
+        self._at = 0
 
     def readable(self) -> bool:
         return True

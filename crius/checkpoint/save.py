@@ -57,9 +57,13 @@ class Progress:
         wait: Callable[[int, bool], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank, self._store = rank, store
-        self._writes, self._missing = f"{prefix}/writes", f"{prefix}/missing"
-        self._beat, self._wait, self._clock = beat, wait, clock
+        self._rank = rank
+        self._store = store
+        self._writes = f"{prefix}/writes"
+        self._missing = f"{prefix}/missing"
+        self._beat = beat
+        self._wait = wait
+        self._clock = clock
         self._told = self._asked = clock() - SECONDS
         self._seen = b""
 
@@ -79,7 +83,8 @@ class Progress:
         if self._clock() - self._asked < SECONDS:
             return
         self._asked = self._clock()
-        before, self._seen = self._seen, self._read(self._writes)
+        before = self._seen
+        self._seen = self._read(self._writes)
         missing = int(self._read(self._missing) or 0)
         self._wait(0 if missing == self._rank else missing, self._seen != before)  # rank 0 has not read our part yet
 
@@ -149,7 +154,9 @@ class Saver:
         beat: Callable[[], None],
         wait: Callable[[int, bool], None] = lambda rank, has_moved: None,
     ) -> None:
-        self._folder, self._config, self._place = folder, config, place
+        self._folder = folder
+        self._config = config
+        self._place = place
         self._progress = Progress(place.rank, place.store, f"save/{place.attempt}", beat, wait)
         self._planner = StagedPlanner()
         self._pending: _Pending | None = None
@@ -240,13 +247,15 @@ class Saver:
         self, pending: _Pending, plan: SavePlan, metadata: Metadata, head: Manifest, state: dict[str, Any]
     ) -> None:
         """Write this rank's part of a save, maybe in a thread; rank 0 also waits for the others and commits."""
-        place, disk = self._place, self._folder.disk
+        place = self._place
+        disk = self._folder.disk
         folder = disk.stage(pending.step, place.attempt)
         try:
             self._progress.wrote()
             disk.prepare(folder)
             path = f"{folder}/{disk.file_name(f'rank-{place.rank:05d}', place.attempt)}.safetensors"
-            verify, beat = self._config.verify_on_save, self._progress.wrote
+            verify = self._config.verify_on_save
+            beat = self._progress.wrote
             report: dict[str, Any] = {
                 "written": write_tensors(disk, path, plan, self._planner, verify=verify, beat=beat)
             }
@@ -259,7 +268,8 @@ class Saver:
 
     def _commit(self, pending: _Pending, folder: str, metadata: Metadata, head: Manifest, state: dict[str, Any]) -> str:
         """Finish a save when all ranks have written. Returns the error, or an empty text."""
-        place, disk = self._place, self._folder.disk
+        place = self._place
+        disk = self._folder.disk
         try:
             reports = [self._report(pending, rank) for rank in range(place.size)]
             errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
@@ -278,7 +288,8 @@ class Saver:
 
     def _report(self, pending: _Pending, rank: int) -> dict[str, Any]:
         """Wait for the report of ``rank`` about its writes."""
-        key, store = f"{pending.key}/{rank}", self._place.store
+        key = f"{pending.key}/{rank}"
+        store = self._place.store
         if not store.check([key]):
             self._progress.is_missing(rank)
             while not store.check([key]):

@@ -106,7 +106,8 @@ def _check_data(data: dict[str, Any], step: int, most: int) -> None:
 
 def _check_shards(state: dict[str, Any], config: dict[str, Any]) -> None:
     """Raise ValueError if the cursors do not match the shards in the settings of the checkpoint."""
-    source, number = config.get("data.source"), config.get("data.virtual_shards")
+    source = config.get("data.source")
+    number = config.get("data.virtual_shards")
     if "data" not in state or type(source) is not str or type(number) is not int:
         return
     wanted = number if source == "huggingface" else 0

@@ -68,7 +68,8 @@ class StagedPlanner(DefaultSavePlanner):
         method does not wait for them: call ``before_change`` before the tensors change, and keep the tensors until
         then.
         """
-        old, self._copies = self._copies, {}
+        old = self._copies
+        self._copies = {}
         sources = {item.index: self.lookup_object(item.index) for item in self._plan.items}
         on_gpu = any(source.is_cuda for source in sources.values())
         if on_gpu:
@@ -96,7 +97,8 @@ class StagedPlanner(DefaultSavePlanner):
 
     def drop_copies(self) -> None:
         """Free the copies; ``resolve_data`` returns the tensors themselves again."""
-        self._copies, self._arrived = {}, None
+        self._copies = {}
+        self._arrived = None
 
     def copy_bytes(self) -> int:
         """Bytes of host memory that ``stage`` takes. Torch rounds page-locked memory up to a power of two."""
@@ -184,7 +186,8 @@ def write_tensors(
 def _part(item: WriteItem, planner: StagedPlanner) -> Part:
     """A part of a tensor. If it is not the whole tensor, its key has its offset."""
     data = _data(item)
-    key, chunk = item.index.fqn, data.chunk
+    key = item.index.fqn
+    chunk = data.chunk
     return Part(
         key=key if chunk.sizes == data.size else f"{key}@{','.join(map(str, chunk.offsets))}",
         dtype=NAMES[data.properties.dtype],

@@ -87,8 +87,10 @@ def _import_models(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: no module is named, or it cannot be used.
     """
-    named, rest = [name for name in os.environ.get(IMPORT, "").split(",") if name], []
-    where, words = IMPORT if named else "", iter(arguments)
+    named = [name for name in os.environ.get(IMPORT, "").split(",") if name]
+    rest = []
+    where = IMPORT if named else ""
+    words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
         if flag != "--import":

@@ -218,7 +218,8 @@ def _row(folder: CheckpointFolder, name: str) -> _Row:
         row.state = f"damaged manifest ({error.why or error.what})"
         return row
     row.bytes = sum(entry.size for entry in manifest.files.values())
-    row.num_ranks, row.layout = manifest.num_ranks, manifest.layout
+    row.num_ranks = manifest.num_ranks
+    row.layout = manifest.layout
     row.manifest = f"{ALGORITHM}:{manifest.digest}"
     if problem := lacks(folder.disk, name, manifest):
         row.state = f"damaged ({problem})"

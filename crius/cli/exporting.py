@@ -35,7 +35,8 @@ def export(
     """
     from crius.tools.convert.exporting import export_model, open_source
 
-    opened, write = open_source(source, step), export_model
+    opened = open_source(source, step)
+    write = export_model
     if format == "dcp":
         from crius.tools.convert.dcp_out import export_dcp as write
     if format == "peft" or (not format and opened.weights.adapters):

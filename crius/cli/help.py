@@ -93,7 +93,8 @@ class HelpPage:
         """Print one panel."""
         if not panel.entries:
             return
-        width, title = _width(options), plain(panel.title)
+        width = _width(options)
+        title = plain(panel.title)
         by_name = {_name(entry): entry for entry in panel.entries}
         if "recipe" not in by_name:
             blocks = iter([_block(title, panel.entries, width)])
@@ -165,7 +166,8 @@ def _entry(entry: HelpEntry, width: int) -> list[str]:
     text = " ".join(plain(entry.description).split())
     note = f"[{'; '.join(notes)}]" if notes else ""
     if note and len(head) + len(note) + 3 <= width:
-        head, note = f"{head}   {note}", ""
+        head = f"{head}   {note}"
+        note = ""
     text = f"{note} {text}".strip()
     indent = " " * 6
     wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -41,7 +41,8 @@ def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int)
         placement: place of this process; None: started here.
         code: exit code of the run; after a failure only the saved step is printed.
     """
-    run, has_failed = facts.config, bool(code) and code not in STOPPED
+    run = facts.config
+    has_failed = bool(code) and code not in STOPPED
     if has_failed and not (run.checkpoint.is_enabled and (folder / "run.toml").exists()):
         return
     present = ", ".join(

@@ -139,7 +139,8 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
 
     refuse_given(UNPLANNED, SPLIT)
     found = hardware(gpu)
-    num_gpus, on_gpu = _count(gpus, nodes, found), found.generation != "cpu"
+    num_gpus = _count(gpus, nodes, found)
+    on_gpu = found.generation != "cpu"
     run = replace_fields(run, {"parallelism.auto": False})  # a plan does that anyway
     run = _with_full_name(run)
     pinned = set(SOURCES.origins) & set(flatten(RunConfig())) - {"parallelism.auto"}

@@ -238,7 +238,8 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, imbalance: float, as_json: b
     report = dry_run(run, facts.num_ranks, rank, STARTED, imbalance=imbalance)
     notes = [*report.notes, *([why] if why else [])]
     if machine.on_gpu:
-        peak, whole = max(one.peak.total() for one in report.ranks), hardware.memory_bytes
+        peak = max(one.peak.total() for one in report.ranks)
+        whole = hardware.memory_bytes
         eager = ", without the savings of compiled blocks" if run.compile.enable else ""
         notes.append(f"{peak / whole:.0%} of the {whole / GIB:.0f} GiB of one {hardware.name} at the peak{eager}")
     report = dataclasses.replace(report, notes=notes)

@@ -125,7 +125,8 @@ def _digests(files: tuple[Path, ...], signatures: list[list[int]], index_folder:
     names = [str(file.resolve()) for file in files]
     index_file = index_folder / (hashlib.sha256("\0".join(names).encode()).hexdigest()[:32] + ".json")
     known = _read_index(index_file)
-    digests, index = [], {}
+    digests = []
+    index = {}
     for name, file, signature in zip(names, files, signatures, strict=True):
         entry = known.get(name)
         hashed = time.time_ns()

@@ -35,7 +35,8 @@ class BlockHasher:
     """
 
     def __init__(self, block_bytes: int) -> None:
-        self._block_bytes, self._rest = block_bytes, b""
+        self._block_bytes = block_bytes
+        self._rest = b""
         self._hashes: list[int] = []
 
     def update(self, content: bytes) -> None:
@@ -74,7 +75,10 @@ class CheckedFile:
         block_bytes: int,
         fix: str,
     ) -> None:
-        self._path, self._content, self._hashes, self._fix = path, content, hashes, fix
+        self._path = path
+        self._content = content
+        self._hashes = hashes
+        self._fix = fix
         self._block_bytes = block_bytes
         self._is_good = np.zeros(len(hashes), dtype=np.bool_)
         self._is_whole = len(content) < WHOLE_BYTES
@@ -92,7 +96,8 @@ class CheckedFile:
         """
         if self._is_whole:
             return
-        firsts, lasts = np.maximum(begins, 0) // self._block_bytes, (ends - 1) // self._block_bytes
+        firsts = np.maximum(begins, 0) // self._block_bytes
+        lasts = (ends - 1) // self._block_bytes
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
             if not self._is_good[first : last + 1].all():
                 for block in range(first, min(last + 1, len(self._is_good))):

@@ -221,7 +221,9 @@ def _check_held_out(
 ) -> None:
     if held.num_samples:
         return
-    tokens, needed, total = _num_tokens(held), held.seq_len + 1, held.file.meta.num_tokens
+    tokens = _num_tokens(held)
+    needed = held.seq_len + 1
+    total = held.file.meta.num_tokens
     fixes = []
     fraction = -(-needed * 1000 // total) / 1000
     if not validation.path and (total - round(total * fraction) - 1) // held.seq_len >= global_batch_size:
@@ -241,7 +243,8 @@ def _power_of_two(limit: int) -> int:
 
 
 def _corpus_line(file: TokenFile, tok: Tokenizer) -> str:
-    meta, what = file.meta, "conversations" if file.meta.is_chat else "documents"
+    meta = file.meta
+    what = "conversations" if file.meta.is_chat else "documents"
     counts = f"{meta.num_documents:,} {what}, {meta.num_tokens:,} tokens"
     return f"corpus: {meta.source}: {counts}, tokenizer {tok.name} ({file.folder})"
 

@@ -42,7 +42,8 @@ def _walked(pattern: Path) -> list[Path]:
     if "**" not in parts:
         return [Path(name) for name in glob.glob(str(pattern))]
     place = parts.index("**")
-    top, rest = Path(*parts[:place]), Path(*parts[place + 1 :])
+    top = Path(*parts[:place])
+    rest = Path(*parts[place + 1 :])
     found: dict[Path, None] = {}
     for base in glob.glob(str(top)) if place else ["."]:
         for folder in _folders(base):
@@ -298,7 +299,10 @@ def _stdlib_pieces(file: Path, _: str) -> Iterator[Piece]:
 
 
 def _text_pieces(file: Path, _: str) -> Iterator[Piece]:
-    line, offset, rest, started = 1, 0, b"", False
+    line = 1
+    offset = 0
+    rest = b""
+    started = False
     with reading(file), file.open("rb") as opened:
         while block := opened.read(PIECE_BYTES):
             content = rest + block
@@ -307,7 +311,8 @@ def _text_pieces(file: Path, _: str) -> Iterator[Piece]:
                 cut = _cut(content)
                 yield Piece(decode(content[:cut], file, line, offset), False)
                 started = True
-                line, offset = line + content.count(b"\n", 0, cut), offset + cut
+                line = line + content.count(b"\n", 0, cut)
+                offset = offset + cut
             rest = content[cut:]
         text = decode(rest, file, line, offset)
         if text or started:

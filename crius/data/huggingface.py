@@ -36,7 +36,9 @@ class Split:
         self, data: DataConfig, split: str, num_shards: int, hold_out: int, new_reader: Callable[..., ShardReader]
     ) -> None:
         self.dataset = load(data, split)
-        self.num_shards, self.hold_out, self._new_reader = num_shards, hold_out, new_reader
+        self.num_shards = num_shards
+        self.hold_out = hold_out
+        self._new_reader = new_reader
         self.num_files = int(self.dataset.num_shards)
         self.by_file = self.num_files >= num_shards
         self.label = " ".join(filter(None, (data.path[0], data.name, split)))

@@ -151,12 +151,17 @@ class BatchLoader:
         assert 0 <= rank < num_ranks
         _check_divides("training.global_batch_size", global_batch_size, num_ranks)
         _check_divides("data.virtual_shards", source.num_shards, num_ranks)
-        self.source, self.global_batch_size, self.rank, self.num_ranks = source, global_batch_size, rank, num_ranks
+        self.source = source
+        self.global_batch_size = global_batch_size
+        self.rank = rank
+        self.num_ranks = num_ranks
         self.end_sample = end_sample
         self.step = start_step
         """Number of steps whose batch was handed out."""
         self._shards = range(rank, source.num_shards, num_ranks)
-        self._prefetch, self._pin_memory, self._most_documents = prefetch, pin_memory, most_documents
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+        self._most_documents = most_documents
         self._next_sample = self._ended(start_step * global_batch_size)
         self._cursors = source.cursors(self._shards)
         self._prefetcher: _Prefetcher | None = None
@@ -225,7 +230,8 @@ class BatchLoader:
                 self.source.identity,
             )
         self._stop(timeout=None)  # the thread changes the cursors of the source
-        self.step, self._next_sample = int(state["step"]), int(state["next_sample"])
+        self.step = int(state["step"])
+        self._next_sample = int(state["next_sample"])
         self.source.restore({shard: saved[shard] for shard in self._shards})
         self._cursors = self.source.cursors(self._shards)
 
@@ -270,7 +276,8 @@ class _Prefetcher:
     """
 
     def __init__(self, prepare: Callable[[], _Prepared], depth: int) -> None:
-        self._prepare, self._depth = prepare, depth
+        self._prepare = prepare
+        self._depth = depth
         self._results: SimpleQueue[_Prepared | BaseException] = SimpleQueue()
         self._room = Semaphore(max(depth, 0))
         self._stopped = False

@@ -11,7 +11,8 @@ import numpy as np
 from crius.errors import DataError
 from crius.strict_json import load_object
 
-FORMAT_VERSION, CHAT_VERSION = 1, 2
+FORMAT_VERSION = 1
+CHAT_VERSION = 2
 """Versions of a folder of documents, and of a folder of samples. Older Crius refuses the latter and its targets.bin."""
 
 META = "meta.json"

@@ -141,7 +141,10 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
     names = (TOKENS, DOCUMENTS, TOKEN_BYTES, *([TARGETS] if fingerprint else []))
     hashes = {name: hashlib.sha256() for name in names}
     blocks = {name: BlockHasher(BLOCK_BYTES) for name in hashes}
-    num_tokens, num_documents, largest, at_start = 0, 0, 0, True
+    num_tokens = 0
+    num_documents = 0
+    largest = 0
+    at_start = True
 
     def put(file: IO[bytes], name: str, array: npt.NDArray[Any]) -> None:
         content = array.tobytes()
@@ -161,7 +164,8 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
             put(documents, DOCUMENTS, starts.astype("<i8"))
             at_start = bool(chunk.ends[-1])
             largest = max(largest, int(chunk.tokens.max(initial=0)))
-            num_tokens, num_documents = num_tokens + len(chunk.tokens), num_documents + len(starts)
+            num_tokens = num_tokens + len(chunk.tokens)
+            num_documents = num_documents + len(starts)
     if not num_documents:
         what = "conversation" if fingerprint else "document with text"
         raise DataError(f"the corpus is empty: no {what} in {source}.", where="--data.path")

@@ -77,7 +77,8 @@ def json_lines(file: Path) -> Iterator[tuple[object, int]]:
         DataError: the file cannot be read or decompressed, is not UTF-8, or a line is too long or not JSON.
         EnvironmentError: the package that decompresses it is missing.
     """
-    offset, number = 0, 0
+    offset = 0
+    number = 0
     with reading(file), _open(file) as opened:
         while content := opened.readline(MAX_LINE_BYTES + 1):
             number += 1
@@ -190,7 +191,8 @@ class _Zstd(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, zstandard: Any) -> None:
         super().__init__()
-        self._file, self._zstandard = file, zstandard
+        self._file = file
+        self._zstandard = zstandard
         self._frame: Any = None
         self._rest = b""  # compressed bytes of the next frame
         self._ready = memoryview(b"")
@@ -217,7 +219,8 @@ class _Zstd(io.RawIOBase):
             except self._zstandard.ZstdError as error:
                 raise OSError(f"it cannot be decompressed: {error}") from error
             if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
+                self._rest = self._frame.unused_data
+                self._frame = None
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size

@@ -56,16 +56,21 @@ def pack(lengths: Int64Array, capacity: int, seed: int) -> Bins:
     placed: list[Int64Array] = []
     rooms: list[list[Int64Array]] = [[] for _ in range(capacity)]  # sequences by the room that is left in them
     fitting = left = np.empty(0, dtype=np.int64)  # sequences with room for the current length, and their room
-    number, longest = 0, capacity
+    number = 0
+    longest = capacity
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         newly = [(bins, room) for room in range(length, longest) for bins in rooms[room]]
         if newly:
             fitting = np.concatenate([fitting, *(bins for bins, _ in newly)])
             left = np.concatenate([left, *(np.full(len(bins), room) for bins, room in newly)])
             by_number = np.argsort(fitting, kind="stable")
-            fitting, left = fitting[by_number], left[by_number]
-        used, fitting = fitting[:count], fitting[count:]  # each of these takes at least one sample
-        room, left = left[:count], left[count:]
+            fitting = fitting[by_number]
+            left = left[by_number]
+        # each of these takes at least one sample
+        used = fitting[:count]
+        fitting = fitting[count:]
+        room = left[:count]
+        left = left[count:]
         if (missing := count - int((room // length).sum())) > 0:
             new = -(-missing // (capacity // length))
             used = np.concatenate((used, np.arange(number, number + new)))
@@ -76,7 +81,8 @@ def pack(lengths: Int64Array, capacity: int, seed: int) -> Bins:
         placed.append(np.repeat(used, takes))
         room = room - takes * length
         stays = room >= length
-        fitting, left = np.concatenate((used[stays], fitting)), np.concatenate((room[stays], left))
+        fitting = np.concatenate((used[stays], fitting))
+        left = np.concatenate((room[stays], left))
         _put(rooms, used[~stays], room[~stays])
         longest = length
     bins = np.concatenate(placed) if placed else np.empty(0, dtype=np.int64)
@@ -134,20 +140,28 @@ class SampleSource:
         shuffle: bool,
     ) -> None:
         assert 0 <= first <= last <= len(file.documents) and seq_len > 0
-        self.file, self.first, self.last = file, first, last
-        self.seq_len, self.vocab_size, self.packing, self.too_long = seq_len, vocab_size, packing, too_long
+        self.file = file
+        self.first = first
+        self.last = last
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.packing = packing
+        self.too_long = too_long
         file.check(DOCUMENTS, np.array([0]), np.array([len(file.documents)]))
         ends = np.append(file.documents[1:], file.meta.num_tokens)
-        self._starts, lengths = file.documents[first:last], (ends - file.documents)[first:last]
+        self._starts = file.documents[first:last]
+        lengths = (ends - file.documents)[first:last]
         is_long = lengths > seq_len
         self._lengths = np.minimum(lengths, seq_len)
         labels = self._count_labels(lengths)
         is_used = (labels > 0) & ~(is_long if too_long == "drop" else np.zeros_like(is_long))
         used = np.flatnonzero(is_used)
         self.longest = int(lengths.max(initial=0))
-        self.num_long, self.num_used = int(is_long.sum()), len(used)
+        self.num_long = int(is_long.sum())
+        self.num_used = len(used)
         self.num_empty = int((~is_used & ~(is_long & (too_long == "drop"))).sum())
-        self.num_tokens, self.num_targets = int(self._lengths[used].sum()), int(labels[used].sum())
+        self.num_tokens = int(self._lengths[used].sum())
+        self.num_targets = int(labels[used].sum())
         if packing:
             bins = pack(self._lengths[used], seq_len, seed)
             self._bins = Bins(used[bins.samples], bins.firsts)
@@ -160,9 +174,11 @@ class SampleSource:
         """Labels of each sample in the part that is read, ``(samples,)``: the first token is never a label."""
         if not len(lengths):
             return np.empty(0, dtype=np.int64)
-        begin, end = int(self._starts[0]), int(self._starts[-1] + lengths[-1])
+        begin = int(self._starts[0])
+        end = int(self._starts[-1] + lengths[-1])
         self.file.check(TARGETS, np.array([begin]), np.array([end]))
-        targets, starts = self.file.targets, self._starts
+        targets = self.file.targets
+        starts = self._starts
         # uint32, since summing into int64 is 40 times slower
         counts = np.add.reduceat(targets[begin:end], starts - begin, dtype=np.uint32).astype(np.int64)
         counts -= targets[starts]
@@ -206,8 +222,10 @@ class SampleSource:
         for row, samples in enumerate(held):
             at = 0
             for sample in samples.tolist():
-                start, length = int(self._starts[sample]), int(self._lengths[sample])
-                ids, end = self.file.tokens[start : start + length], at + length
+                start = int(self._starts[sample])
+                length = int(self._lengths[sample])
+                ids = self.file.tokens[start : start + length]
+                end = at + length
                 rows.tokens[row, at:end] = ids
                 is_target = self.file.targets[start + 1 : start + length] != 0
                 rows.labels[row, at : end - 1] = np.where(is_target, ids[1:].astype(np.int64), NO_LABEL)

@@ -13,10 +13,12 @@ from crius.data.source import NO_LABEL, PADDING_ID, Rows, TokenSource
 from crius.data.tokenizer import Tokenizer
 from crius.redact import printable
 
-OPEN, CLOSE = "⟦", "⟧"
+OPEN = "⟦"
+CLOSE = "⟧"
 """Marks around text that is trained on, if there are no colours."""
 
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+_GREEN = "\x1b[32m"
+_PLAIN = "\x1b[0m"
 _SHOWN = 2000  # characters of a conversation that the log shows
 
 
@@ -49,7 +51,8 @@ class ShownDocument:
         """The printable text with marks around trained parts, cut to ``limit`` characters; 0: the whole text."""
         marks = (_GREEN, _PLAIN) if in_colour else (OPEN, CLOSE)
         forged = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE)})  # marks in the text itself
-        shown, left = [], limit or sum(len(text) for text, _ in self.parts)
+        shown = []
+        left = limit or sum(len(text) for text, _ in self.parts)
         for text, is_trained in self.parts:
             piece = printable(text[:left]).translate(forged)
             shown.append(f"{marks[0]}{piece}{marks[1]}" if is_trained and piece else piece)
@@ -80,7 +83,8 @@ def documents_of(rows: Rows, row: int, tokenizer: Tokenizer, conversations: Sequ
         is_padding = bool((labels[begin:end] == NO_LABEL).all() and (tokens[begin:end] == PADDING_ID).all())
         if conversations:
             is_padding = number >= len(conversations)
-        inputs, outputs = tokens[begin:end].tolist(), labels[begin:end].tolist()
+        inputs = tokens[begin:end].tolist()
+        outputs = labels[begin:end].tolist()
         conversation = conversations[number] if number < len(conversations) else None
         parts = [] if is_padding else _parts(inputs, outputs, tokenizer)
         found.append(ShownDocument(begin, end, conversation, is_padding, inputs, outputs, parts))
@@ -95,7 +99,9 @@ def _parts(inputs: list[int], labels: list[int], tokenizer: Tokenizer) -> list[t
             shown.append((label, True))
         elif following is not None:
             shown.append((following, False))
-    parts, ids, before = [], list[int](), ""
+    parts = []
+    ids = list[int]()
+    before = ""
     for is_trained, run in groupby(shown, key=lambda one: one[1]):
         own = [token for token, _ in run]
         ids += own

@@ -56,8 +56,10 @@ def permute(index: npt.NDArray[np.uint64], size: int, key: int) -> npt.NDArray[n
 
 
 def _network(value: npt.NDArray[np.uint64], half: int, keys: list[int]) -> npt.NDArray[np.uint64]:
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = value >> shift, value & mask
+    shift = np.uint64(half)
+    mask = np.uint64((1 << half) - 1)
+    left = value >> shift
+    right = value & mask
     for key in keys:
         left, right = right, left ^ (_mix_array(right ^ np.uint64(key)) & mask)
     return (left << shift) | right
@@ -83,7 +85,9 @@ class Order:
     """
 
     def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.size = size
+        self.seed = seed
+        self.shuffle = shuffle
         self._block: tuple[int, Int64Array] = (-1, np.empty(0, dtype=np.int64))
 
     def __str__(self) -> str:

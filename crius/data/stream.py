@@ -59,8 +59,15 @@ class ShardReader:
         repeat: bool = True,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.open_rows, self.label, self.tokenizer, self.seq_len = open_rows, label, tokenizer, seq_len
-        self.boundary, self.text_field, self.keep, self.repeat, self.sleep = boundary, text_field, keep, repeat, sleep
+        self.open_rows = open_rows
+        self.label = label
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.boundary = boundary
+        self.text_field = text_field
+        self.keep = keep
+        self.repeat = repeat
+        self.sleep = sleep
         self._origin = 0 if boundary.has_bos else 1  # place in a document that has the cursor's offset 0
         self.restore((0, 0, 0))
 
@@ -68,7 +75,9 @@ class ShardReader:
         """Continue at ``cursor``."""
         epoch, document, offset = cursor
         self.cursor = (epoch, document, offset)
-        self._epoch, self._document, self._place = epoch, document, offset + self._origin
+        self._epoch = epoch
+        self._document = document
+        self._place = offset + self._origin
         self._rows: Iterator[Row] | None = None
         self._begin = self._origin  # first place of the next document: a stream without BOS begins with its text
         self._tokens: Int64Array | None = None  # start, text and end of the document at the cursor
@@ -110,7 +119,9 @@ class ShardReader:
             self._load()
 
     def _step(self) -> None:
-        self._document, self._place, self._tokens = self._document + 1, self._begin, None
+        self._document = self._document + 1
+        self._place = self._begin
+        self._tokens = None
 
     def _load(self) -> Int64Array | None:
         """Start, text and end of the document at the cursor, or of the next kept document with text; None at the end.
@@ -129,9 +140,11 @@ class ShardReader:
             if not text:
                 self._step()
                 continue
-            start, end = self.boundary.start_id, self.boundary.end_label
+            start = self.boundary.start_id
+            end = self.boundary.end_label
             self._tokens = np.concatenate(([start], self.tokenizer.encode(text), [end]), dtype=np.int64)
-            self._nothing_yet, self._begin = False, 0
+            self._nothing_yet = False
+            self._begin = 0
             if self._place >= len(self._tokens):
                 raise DataError(
                     f"the document has {len(self._tokens) - self._origin:,} tokens, but the checkpoint was at token "
@@ -171,8 +184,11 @@ class ShardReader:
                 fix="more documents, or fewer shards: --data.virtual_shards",
             )
         _log.info("%s: epoch %d begins", self.label, self._epoch + 1)
-        self._epoch, self._document, self._place = self._epoch + 1, 0, self._begin
-        self._rows, self._nothing_yet = None, True
+        self._epoch = self._epoch + 1
+        self._document = 0
+        self._place = self._begin
+        self._rows = None
+        self._nothing_yet = True
 
 
 class StreamSource:
@@ -190,7 +206,9 @@ class StreamSource:
     def __init__(
         self, new_reader: Callable[[int], ShardReader], *, num_shards: int, seq_len: int, identity: str
     ) -> None:
-        self.num_shards, self.seq_len, self.identity = num_shards, seq_len, storable_identity(identity)
+        self.num_shards = num_shards
+        self.seq_len = seq_len
+        self.identity = storable_identity(identity)
         self._new_reader = new_reader
         self._readers: dict[int, ShardReader] = {}
         self._next: dict[int, int] = {}
@@ -243,7 +261,9 @@ class StreamSample:
         self, readers: Callable[[], Iterator[ShardReader]], *, num_samples: int, seq_len: int, label: str
     ) -> None:
         self.seq_len = seq_len
-        self._readers, self._wanted, self._label = readers, num_samples, label
+        self._readers = readers
+        self._wanted = num_samples
+        self._label = label
 
     @property
     def num_samples(self) -> int:

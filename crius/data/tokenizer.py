@@ -117,7 +117,10 @@ class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte: ids 0 to 255, and 256 for the end of a document."""
 
     def __init__(self) -> None:
-        self.name, self.fingerprint, self.vocab_size, self.eos_id = "byte", "byte-1", 257, 256
+        self.name = "byte"
+        self.fingerprint = "byte-1"
+        self.vocab_size = 257
+        self.eos_id = 256
 
     def encode(self, text: str) -> TokenArray:
         """Bytes of ``text``, a read-only uint8 array."""

@@ -22,7 +22,9 @@ from crius.errors import CriusError, DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
 from crius.strict_json import load_object
 
-MOST_MEMORY, MOST_SECONDS, MOST_WRITTEN = 16 << 30, 600, 1 << 30
+MOST_MEMORY = 16 << 30
+MOST_SECONDS = 600
+MOST_WRITTEN = 1 << 30
 """Limits of address space, CPU time and bytes per written file. Tekken's 19 MB take 1 GB and 15 s."""
 
 CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend", "")
@@ -69,7 +71,9 @@ TEXTS = (
     *("def f(x):\n    return x ** 2  # 1\n\n\tif x:\r\n", "    \n  \n", "▁", "▁a", "a▁b", " ▁a", "<0x41>", "a<0x0A>b"),
     *("<s>", "</s>", "<s> hi </s>", "<unk>", "[INST] hi [/INST]", "<|endoftext|>", "<|im_start|>user\nhi<|im_end|>"),
 )
-_NUM_TOKENS, _NUM_RUNS, _NUM_NAMES = 4000, 1000, 1500
+_NUM_TOKENS = 4000
+_NUM_RUNS = 1000
+_NUM_NAMES = 1500
 
 
 def convert(file: Path, kind: str, folder: Path) -> dict[str, Any]:
@@ -137,11 +141,13 @@ def _with_added_tokens(
     given = [(number, {"content": name}) for name, number in extra.items()]
     decoder = config.get("added_tokens_decoder")
     given += decoder.items() if isinstance(decoder, dict) else []
-    model, names = spec["model"], dict(original.special)
+    model = spec["model"]
+    names = dict(original.special)
     is_bpe = isinstance(model["vocab"], dict)
     pieces = {number: piece for piece, number in model["vocab"].items()} if is_bpe else dict(enumerate(model["vocab"]))
     for key, token in given:
-        name, number = spelled(token), int(key) if str(key).isdecimal() else -1
+        name = spelled(token)
+        number = int(key) if str(key).isdecimal() else -1
         if not 0 <= number < original.size + MOST_TOKENS or not 0 < len(name.encode()) <= MOST_LENGTH:
             raise refused(original.file, f"an added token of it has the id {str(key)[:40]} and no usable name")
         piece = pieces.get(number)

@@ -28,7 +28,9 @@ from crius.plugins import REQUIREMENTS, install_line
 VERSION = 1
 """Version of the conversion. It must change when the conversion writes something else for the same file."""
 
-TOKENIZER, TOKENIZER_CONFIG, ADDED_TOKENS = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+ADDED_TOKENS = "added_tokens.json"
 SOURCE = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model", "tekken": "tekken.json"}
 """Name under which a conversion reads the file, by kind."""
 

@@ -28,7 +28,12 @@ MOST_LENGTH = 1024
 
 _NEVER = -1e5
 """Score of a piece that no text may give: below the score of any other way to spell its name."""
-_UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # sentencepiece_model.proto, SentencePiece.Type
+# sentencepiece_model.proto, SentencePiece.Type
+_UNKNOWN = 2
+_CONTROL = 3
+_USER = 4
+_UNUSED = 5
+_BYTE = 6
 
 _TOKENIZER_JSON = "the tokenizer.json of this model, or --tokenizer.path byte"
 
@@ -203,7 +208,9 @@ def _tiktoken(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
         name, pattern, _, bos, eos, form = known
     elif published := _of_openai(digest, ranks):
         name, pattern, special = (published[key] for key in ("name", "pat_str", "special_tokens"))
-        bos, eos, form = "", "<|endoftext|>", ""
+        bos = ""
+        eos = "<|endoftext|>"
+        form = ""
     else:
         why = "the file lacks split pattern and special tokens, and its hash is not one of Llama 3, Qwen or OpenAI"
         raise refused(file, why, _TOKENIZER_JSON)
@@ -251,7 +258,8 @@ def _for_oniguruma(pattern: str) -> str:
 def _tekken(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
     try:
         spec = load_object(source.read_bytes())
-        config, rows = spec["config"], spec["vocab"]
+        config = spec["config"]
+        rows = spec["vocab"]
         number = config["default_num_special_tokens"]
         ranks = {base64.b64decode(row["token_bytes"]): row["rank"] for row in rows}
         known = max(0, config["default_vocab_size"] - number)

@@ -33,7 +33,10 @@ from crius.data.source import (
 )
 from crius.errors import DataError
 
-TOKENS, DOCUMENTS, TOKEN_BYTES, TARGETS = "tokens.bin", "documents.bin", "token_bytes.bin", "targets.bin"
+TOKENS = "tokens.bin"
+DOCUMENTS = "documents.bin"
+TOKEN_BYTES = "token_bytes.bin"
+TARGETS = "targets.bin"
 HASHES = "hashes.bin"
 
 _log = logging.getLogger("crius.data")
@@ -62,7 +65,8 @@ class TokenFile:
     """
 
     def __init__(self, folder: Path, fix: str = PREPARE) -> None:
-        self.folder, self._fix = folder, fix
+        self.folder = folder
+        self._fix = fix
         self.meta = TokenMeta.from_file(folder / META)
         if self.meta.num_tokens < 1 or self.meta.num_documents < 1:
             raise DataError(f"token folder {folder} has no tokens.", where=str(folder), fix=PREPARE)
@@ -214,8 +218,14 @@ class IndexedSource:
         shuffle: bool,
     ) -> None:
         assert 0 <= first_token <= last_token <= file.meta.num_tokens and seq_len > 0
-        self.file, self.first_token, self.last_token, self.boundary = file, first_token, last_token, boundary
-        self.seq_len, self.vocab_size, self.seed, self.shuffle = seq_len, vocab_size, seed, shuffle
+        self.file = file
+        self.first_token = first_token
+        self.last_token = last_token
+        self.boundary = boundary
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.shuffle = shuffle
         (document,), (next_document,) = file.documents_between(*np.array([[first_token], [first_token + 1]]))
         # the BOS of the first document takes the place of the EOS before it; -1 at the start of the file
         self._first_input = first_token - int(boundary.has_bos and document < next_document)
@@ -240,7 +250,8 @@ class IndexedSource:
         """
         starts = self._first_input + self.windows(sample_ids) * self.seq_len
         self.file.check(TOKENS, starts, starts + self.seq_len + 1)
-        stored, first = self._labels[starts + 1], self.file.tokens[np.maximum(starts, 0)]
+        stored = self._labels[starts + 1]
+        first = self.file.tokens[np.maximum(starts, 0)]
         if stored.size and max(stored.max(), first.max()) >= self.vocab_size:
             self._refuse(np.column_stack((first, stored)), sample_ids, starts)
         labels = stored.astype(np.int64)

@@ -145,6 +145,7 @@ def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         characters += len(piece.text)
         if characters >= CHUNK_CHARACTERS or len(chunk) >= CHUNK_PIECES:
             yield chunk
-            chunk, characters = [], 0
+            chunk = []
+            characters = 0
     if chunk:
         yield chunk

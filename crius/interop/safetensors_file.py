@@ -57,7 +57,8 @@ class SafetensorsFile:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+        self._folder = folder
+        self._name = name
         self.where = f"{folder}/{name}"
         with open_inside(folder, name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -81,7 +82,8 @@ class SafetensorsFile:
     def _entry(self, key: str, entry: Any, start: int) -> tuple[str, Shape, int, int]:
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise refusal(self.where, f"{key} lacks dtype, shape or data_offsets, or has more than these")
-        shape, offsets = check_shape(entry["shape"], self.where), check_shape(entry["data_offsets"], self.where)
+        shape = check_shape(entry["shape"], self.where)
+        offsets = check_shape(entry["data_offsets"], self.where)
         dtype = entry["dtype"]
         if not isinstance(dtype, str) or len(dtype) > 20 or not dtype.isprintable() or len(offsets) != 2:
             raise refusal(self.where, f"{key} has no dtype, or not two offsets")
@@ -149,7 +151,8 @@ def read_safetensors(place: Path) -> Foreign:
 
 
 def _whole(key: str, found: list[tuple[str, Piece]], where: str) -> TensorSource:
-    dtypes, pieces = {dtype for dtype, _ in found}, tuple(piece for _, piece in found)
+    dtypes = {dtype for dtype, _ in found}
+    pieces = tuple(piece for _, piece in found)
     if len(dtypes) != 1 or len({len(piece.shape) for piece in pieces}) != 1:
         raise refusal(where, "its parts have several dtypes or numbers of dims")
     ends = [[start + size for start, size in zip(piece.offset, piece.shape, strict=True)] for piece in pieces]

@@ -30,7 +30,8 @@ from crius.models.registry import SPECS, families, find_spec
 
 log = logging.getLogger("crius.interop")
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
 """Name of the tokenizer's folder in a run folder that an import wrote."""
 
@@ -123,7 +124,8 @@ def open_weights(path: str, where: str = "command line", depth: int = 0) -> Weig
 
 def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
     found = find_checkpoints(path, where)
-    disk, name = found.folder.disk, found.name
+    disk = found.folder.disk
+    name = found.name
     if not name:
         problems = {step: found.folder.problem(step) for step in found.folder.steps()}
         steps = [step for step, problem in problems.items() if not problem]
@@ -146,7 +148,9 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     tensors = {key.removeprefix("model."): tensor for key, tensor in stored(disk, name, entries).items()}
     model = _saved_model(manifest, f"{disk.where}/{name}")
-    place, saved, told = f"{disk.where}/{name}", Saved(disk, name, manifest), dict[str, Any]()
+    place = f"{disk.where}/{name}"
+    saved = Saved(disk, name, manifest)
+    told = dict[str, Any]()
     try:
         lora = saved_lora(manifest.config)
     except ValueError as error:
@@ -183,7 +187,8 @@ def _base_of(adapters: Adapters, model: Mapping[str, Any], place: str, where: st
     """
     if depth > _MOST_BASES:
         raise CheckpointError(f"{place} has adapters of adapters, more than {_MOST_BASES} levels deep.", where=where)
-    path, digest = adapters.base["path"], adapters.base["digest"]
+    path = adapters.base["path"]
+    digest = adapters.base["digest"]
     fix = "put it back there, or a link to it; a run that resumes also takes --checkpoint.init_from"
     try:
         base = open_weights(path, where, depth)
@@ -285,7 +290,8 @@ def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str)
                 fix="set tie_word_embeddings to false if they are two tensors",
             )
         del there[second]
-    facts, tensors = described(model), dict[str, TensorSource]()
+    facts = described(model)
+    tensors = dict[str, TensorSource]()
     if family.splits_rows and facts.experts[0] * facts.num_experts > len(there):  # before a name is made for each
         what = f"{facts.experts[0]:,} layers of {facts.num_experts:,} experts"
         raise CheckpointError(f"{where} has {len(there):,} tensors for {what}.")

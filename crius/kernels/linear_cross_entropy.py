@@ -135,7 +135,8 @@ def linear_cross_entropy(
         gather: gathers over the ranks that hold the other rows; None: this rank holds all rows. Each rank calls this
             function with the same number of tokens and the same ``chunks``.
     """
-    hidden, labels = hidden_BTD.flatten(0, -2), labels_BT.flatten()
+    hidden = hidden_BTD.flatten(0, -2)
+    labels = labels_BT.flatten()
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight_VD, labels, chunks, first_row, gather, with_gradient)
     return loss
@@ -156,7 +157,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kept = _scored(labels_N, chunks)
         whole_shape = hidden_ND.shape
         if kept is not None:
-            hidden_ND, labels_N = hidden_ND[kept], labels_N[kept]
+            hidden_ND = hidden_ND[kept]
+            labels_N = labels_N[kept]
         num_tokens = len(hidden_ND)
         counts_N = labels_N != IGNORE_INDEX
         size = _even(num_tokens, chunks.tokens)
@@ -228,7 +230,8 @@ class _Product:
     """
 
     def __init__(self, weight_VD: Tensor, *, is_rounded: bool) -> None:
-        narrow, wide = weight_VD.dtype, torch.promote_types(weight_VD.dtype, torch.float32)
+        narrow = weight_VD.dtype
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
         self._is_split = is_rounded and narrow != wide
         self._is_empty = True
         self.total = torch.empty_like(weight_VD, dtype=wide if self._is_split else narrow)

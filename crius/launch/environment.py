@@ -15,7 +15,9 @@ FAULTS = "CRIUS_FAULT"
 _COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN = (*_COUNTS, "MASTER_ADDR", "MASTER_PORT")
 _SRUN_ONLY = ("SLURM_STEPID", "SLURM_STEP_", "SLURM_SRUN_COMM_", "SLURM_LAUNCH_NODE_IPADDR")  # names or prefixes
-_FIRST_PORT, _NUM_PORTS = 61000, 4500  # above Linux's ephemeral ports (32768 to 60999), which clients use at random
+# above Linux's ephemeral ports (32768 to 60999), which clients use at random
+_FIRST_PORT = 61000
+_NUM_PORTS = 4500
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,10 @@ def _slurm_num_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _slurm_placement(environ: Mapping[str, str]) -> Placement:
-    rank, local_rank = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_LOCALID")
-    world_size, local_world_size = _slurm_num_tasks(environ), _slurm_tasks_here(environ)
+    rank = _integer(environ, "SLURM_PROCID")
+    local_rank = _integer(environ, "SLURM_LOCALID")
+    world_size = _slurm_num_tasks(environ)
+    local_world_size = _slurm_tasks_here(environ)
     if local_world_size == world_size:
         host = "127.0.0.1"  # one node needs neither a name service nor a network
     else:
@@ -109,10 +113,8 @@ def _slurm_placement(environ: Mapping[str, str]) -> Placement:
     if environ.get("MASTER_PORT"):
         port = _integer(environ, "MASTER_PORT")
     else:  # one port per step: two steps of a job may share a node
-        job, step = (
-            _first_integer(environ, ("SLURM_JOB_ID", "SLURM_JOBID"), default=0),
-            environ.get("SLURM_STEP_ID", "0"),
-        )
+        job = _first_integer(environ, ("SLURM_JOB_ID", "SLURM_JOBID"), default=0)
+        step = environ.get("SLURM_STEP_ID", "0")
         port = _FIRST_PORT + (job + 997 * int(step if step.isdigit() else 0)) % _NUM_PORTS
     place = Placement(rank, local_rank, world_size, local_world_size, "slurm", f"tcp:{host}:{port}")
     return _checked(place, "SLURM_PROCID, SLURM_LOCALID")

@@ -134,8 +134,12 @@ class _Run:
         with contextlib.suppress(OSError):
             self.log_dir.mkdir(parents=True, exist_ok=True)  # it may have been removed since the last attempt
         self.folder.mkdir()
-        self.crew, self.started, self.hang = Crew(), time.monotonic(), None
-        target, num_ranks, watch = self.target, self.num_ranks, None
+        self.crew = Crew()
+        self.started = time.monotonic()
+        self.hang = None
+        target = self.target
+        num_ranks = self.num_ranks
+        watch = None
         if self.supervision:
             if self.supervision.assignment:
                 target, num_ranks = self.supervision.assignment(self.number)
@@ -151,7 +155,9 @@ class _Run:
 
     def _supervise(self, watch: Watch | None) -> None:
         """Wait for the workers; after a failure, a signal or a hang make sure that all of them end."""
-        crew, term_at, kill_at = self.crew, math.inf, math.inf
+        crew = self.crew
+        term_at = math.inf
+        kill_at = math.inf
         while crew.alive:
             crew.poll()
             now = time.monotonic()
@@ -171,7 +177,8 @@ class _Run:
                 crew.send(signal.SIGKILL)
             if not self.hang and (is_asked(self.folder, crew.alive) or self.asked):
                 self.asked.clear()
-                asks, pids = watch or Watch(WatchdogConfig(), self.started), crew.pids()
+                asks = watch or Watch(WatchdogConfig(), self.started)
+                pids = crew.pids()
                 found = asks.examine(pids, self.folder, self.beats(pids), wakes=False)
                 answer(found, self.folder, self.run_dir / "incidents", "dump")
             if self.hang or self.stops or crew.failed() or watch is None:
@@ -229,7 +236,8 @@ class _Run:
             tries = self._tries(self.hang.failure)
             say(self.hang.publish(self.run_dir / "incidents") + (f"\n  {'tries':<6} {tries}" if tries else ""))
             return self.hang.error.exit_code
-        failures, stops = self.failures(), self.stops
+        failures = self.failures()
+        stops = self.stops
         root = root_cause(failures) if failures else None
         if not stops or (root is not None and root.blame is not Blame.ENDED and root.monotonic < stops[0].monotonic):
             if root is None:

@@ -38,7 +38,8 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, command: str) -> None:
-        self._run_dir, self._command = run_dir, command
+        self._run_dir = run_dir
+        self._command = command
         self._looked = time.monotonic()
         self._num_taken = 0
         self._file = self._taken_file()
@@ -85,7 +86,8 @@ class RunLock:
         else:
             self._warn("it is created again, but its files are lost")
             self.release()
-            self._file, self._num_taken = file, 0
+            self._file = file
+            self._num_taken = 0
 
     def _warn(self, what: str) -> None:
         say(f"warning: the run folder {self._run_dir} was removed, or renamed, while this run writes to it: {what}")
@@ -220,10 +222,12 @@ def _take(file: int) -> bool:
 
 
 def _taken(run_dir: Path, file: int) -> ConfigError:
-    who, kill = "an unknown process", ""
+    who = "an unknown process"
+    kill = ""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         holder = json.loads(os.pread(file, _MAX_BYTES, 0))
-        pid, place = int(holder["pid"]), "this host" if holder["host"] == platform.node() else f"host {holder['host']}"
+        pid = int(holder["pid"])
+        place = "this host" if holder["host"] == platform.node() else f"host {holder['host']}"
         who = f"crius {holder['command']}, process {pid} on {place}, since {holder['started']}"
         kill = f" (kill {pid} there)"
     return ConfigError(

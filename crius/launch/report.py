@@ -157,7 +157,8 @@ def failure_of_report(report: ErrorReport) -> Failure:
 def failure_of_exit(rank: int, exit_code: int, when: tuple[int | None, str], monotonic: float) -> Failure:
     """The failure of a rank that left no report; ``exit_code`` is minus the signal that ended it."""
     step, phase = when
-    headline, blame = f"exited with status {exit_code} and left no report", Blame.ERROR
+    headline = f"exited with status {exit_code} and left no report"
+    blame = Blame.ERROR
     if exit_code < 0:
         blame = Blame.ABORT if -exit_code == signal.SIGABRT else Blame.SIGNAL
         headline = f"killed by {_signal_name(-exit_code)}"

@@ -63,7 +63,8 @@ class Status(Heartbeat):
         """
         self.step = self.step if step is None else step
         self.phase = self.phase if phase is None else phase
-        self.since, self.waits_for = time.monotonic(), waits_for
+        self.since = time.monotonic()
+        self.waits_for = waits_for
         if self._mirror:
             self._mirror.write(astuple(self))
         for listener in self._listeners:

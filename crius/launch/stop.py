@@ -105,7 +105,8 @@ def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = Non
     def note(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if request.number is None:
-            request.number, request.monotonic = _told(scratch) or number, now
+            request.number = _told(scratch) or number
+            request.monotonic = now
         elif not has_launcher and now - request.monotonic > ECHO_SECONDS:
             os._exit(128 + number)
 

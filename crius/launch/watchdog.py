@@ -46,7 +46,9 @@ _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 3.0
 """Seconds without the launcher running that mean that it was stopped with its workers, as by Ctrl-Z: no rank hung
 then."""
-_NUM_NEWEST, _NUM_FRAMES = 3, 12  # lines of a stack on the screen; the report has all
+# lines of a stack on the screen; the report has all
+_NUM_NEWEST = 3
+_NUM_FRAMES = 12
 HEADINGS = ("rank", "host", "process", "phase", "step", "seconds", "waits for")
 _STATES = {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}
 
@@ -228,7 +230,8 @@ class Watch:
             questions: signals that ask them.
             wakes: whether to ask stopped ranks too. This wakes them, so the run may continue until it is ended.
         """
-        now, host = time.monotonic(), platform.node()
+        now = time.monotonic()
+        host = platform.node()
         states = {rank: _STATES.get(process_state(pid), "") for rank, pid in pids.items()}
         ask(pids, questions)
         wait_for_answers([rank for rank in pids if not states[rank]], folder, _ANSWER_SECONDS)
@@ -336,7 +339,9 @@ def _private_folder(run_dir: Path) -> Path:
 
 
 def _watch(config: WatchdogConfig, placement: Placement, run_dir: Path, folder: Path, ended: threading.Event) -> None:
-    watch, own, incidents = Watch(config, time.monotonic()), {placement.rank: os.getpid()}, run_dir / "incidents"
+    watch = Watch(config, time.monotonic())
+    own = {placement.rank: os.getpid()}
+    incidents = run_dir / "incidents"
     while not ended.wait(_POLL_SECONDS):
         asked = is_asked(folder, own)
         if (folder / _FOUND).exists():  # checked after the search, because the rank that creates it asks the others

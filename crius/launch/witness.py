@@ -135,7 +135,8 @@ def wait_for_answers(ranks: Iterable[int], folder: Path, seconds: float) -> None
     sizes = {rank: 0 for rank in ranks}
     while sizes and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        before, sizes = sizes, {rank: len(read(stack_path(folder, rank))) for rank in sizes}
+        before = sizes
+        sizes = {rank: len(read(stack_path(folder, rank))) for rank in sizes}
         for rank, size in list(sizes.items()):
             is_written = 0 < size == before[rank]  # it has not grown since the last check
             if is_written and (FLIGHT is None or flight_path(folder, rank).exists()):

@@ -63,9 +63,11 @@ class TimeLedger:
         now = time.monotonic()
         try:
             record = json.loads(path.read_bytes())
-            self.seconds, last = dict(record["seconds"]), float(record["at"])
+            self.seconds = dict(record["seconds"])
+            last = float(record["at"])
         except (OSError, ValueError, KeyError, TypeError):  # that attempt had no ledger yet
-            self.seconds, last = {}, self._started
+            self.seconds = {}
+            last = self._started
         self._unseen = failed_at - last
         self._add("down", now - failed_at)
 

@@ -40,7 +40,9 @@ class ExpertLoads:
         advice: str = "",
     ) -> None:
         self._take_totals = take_totals
-        self._top_k, self._experts, self._advice = model.top_k, model.num_experts, advice
+        self._top_k = model.top_k
+        self._experts = model.num_experts
+        self._advice = advice
         self._layers = [buffer.name.split(".")[1] for buffer in model.buffers if buffer.name.endswith(".load")]
         self._idle = torch.zeros(len(self._layers), self._experts, dtype=torch.int64, device=device)
         self.counts = torch.zeros_like(self._idle)
@@ -58,7 +60,8 @@ class ExpertLoads:
         table = totals.view(len(self._layers), -1)
         self.counts = counts = table[:, :-1]
         self._lost += (counts.sum(1) - tokens * self._top_k).abs().sum()
-        self._was_idle, self._idle = self._idle, torch.where(counts > 0, 0, self._idle + 1)
+        self._was_idle = self._idle
+        self._idle = torch.where(counts > 0, 0, self._idle + 1)
         share = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
         entropy = -torch.special.xlogy(share, share).sum(1) / math.log(max(2, self._experts))
         return {

@@ -248,7 +248,8 @@ class ForeignSink:
         try:
             yield
         except (Exception, SystemExit) as error:  # of code outside Crius
-            failed, self._sink = self._sink, None
+            failed = self._sink
+            self._sink = None
             with contextlib.suppress(Exception, SystemExit):
                 if failed is not None:
                     failed.close()

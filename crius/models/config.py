@@ -67,7 +67,8 @@ def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
     if kind != "llama3":
         raise ValueError(f"rope_type {json.dumps(kind)[:100]} is not supported, only llama3 and default are")
     for key in ROPE_SCALING_KEYS:
-        number, kinds = section.get(key), int if key.startswith("original") else int | float
+        number = section.get(key)
+        kinds = int if key.startswith("original") else int | float
         if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < 2**63:
             said = f", not {json.dumps(number)[:100]}" if key in section else ""
             raise ValueError(f"rope_type llama3 needs {key}, a positive {'whole ' * (kinds is int)}number{said}")
@@ -87,7 +88,8 @@ def gqa(dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, head_norm
         head_dim: width of a head.
         head_norms: each head's queries and keys are normalised before they are rotated.
     """
-    queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+    queries = num_heads * head_dim
+    keys = num_kv_heads * head_dim
     norms = (Weight("q_norm.weight", (head_dim,), "norm"), Weight("k_norm.weight", (head_dim,), "norm"))
     return Attention(
         num_heads=num_heads,
@@ -288,7 +290,8 @@ def resized(config: Config, **sizes: Any) -> Config:
     keeps its ratio to ``num_heads``; where the new number of heads is not divisible, it becomes ``num_heads``.
     """
     changed = dict(sizes)
-    dim, heads = sizes.get("dim", config.dim), sizes.get("num_heads", config.num_heads)
+    dim = sizes.get("dim", config.dim)
+    heads = sizes.get("num_heads", config.num_heads)
     if "head_dim" not in sizes and config.head_dim * config.num_heads == config.dim:
         changed["head_dim"] = -1
     for name in ("ffn_dim", "expert_ffn_dim", "shared_ffn_dim") if dim != config.dim else ():

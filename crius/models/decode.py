@@ -40,7 +40,8 @@ class CachedAttention(nn.Module):
                 v_BTKH.new_empty(v_BTKH.shape[0], slots, *v_BTKH.shape[2:]),
             )
         keys, values = self.kept
-        begin, end = self.cache.length, self.cache.length + k_BTKH.shape[1]
+        begin = self.cache.length
+        end = self.cache.length + k_BTKH.shape[1]
         keys[:, begin:end] = k_BTKH
         values[:, begin:end] = v_BTKH
         return cached_attention(q_BTNH, keys[:, :end], values[:, :end], self.cache.mask)
@@ -66,7 +67,9 @@ class Cache:
         self.capacity = -(-capacity // unit) * unit + unit
         self.length = 0
         self.mask: Tensor | None = None
-        self._model, self._first_B, self._unit = model, first_B, unit
+        self._model = model
+        self._first_B = first_B
+        self._unit = unit
 
     def read(self, tokens_BT: Tensor) -> Tensor:
         """Logits ``(B, V)`` of the token after the last of ``tokens_BT``."""
@@ -83,7 +86,8 @@ class Cache:
         return logits_BV
 
     def _mask(self, slots_T: Tensor) -> Tensor | None:
-        first_B, is_one = self._first_B, len(slots_T) == 1
+        first_B = self._first_B
+        is_one = len(slots_T) == 1
         if first_B is None and (is_one or self.length == 0):
             return None
         places_S = torch.arange(self.length + len(slots_T), device=slots_T.device)

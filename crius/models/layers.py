@@ -84,7 +84,8 @@ def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, T
     The two halves of H are equal, except that the first half of sin is negated.
     """
     angles = positions_BT[..., None, None].to(torch.float32) * frequencies.to(torch.float32)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -121,7 +122,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
         """Attention, ``(B, T, D)``; ``mask`` as ``CausalAttention`` takes it."""
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
-        q_BTNH, k_BTKH = rotary(q_BTNH, *rope), rotary(k_BTKH, *rope)
+        q_BTNH = rotary(q_BTNH, *rope)
+        k_BTKH = rotary(k_BTKH, *rope)
         y: Tensor = self.wo(self.inner(q_BTNH, k_BTKH, v_BTKH, mask).flatten(2))
         return y
 

@@ -50,7 +50,8 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.dtype, ctx.device = loss.dtype, loss.device
+        ctx.dtype = loss.dtype
+        ctx.device = loss.device
         return x.view_as(x)
 
     @staticmethod
@@ -76,9 +77,12 @@ class Router(nn.Module):
         if config.router_bias:
             self.register_buffer("bias", torch.zeros(config.num_experts))
         self.sequence_counts = SequenceCounts()
-        self.top_k, self.score, self.norm_topk = config.top_k, config.score, config.norm_topk
+        self.top_k = config.top_k
+        self.score = config.score
+        self.norm_topk = config.norm_topk
         self.route_scale = config.route_scale
-        self.num_groups, self.top_groups = config.num_groups, config.top_groups
+        self.num_groups = config.num_groups
+        self.top_groups = config.top_groups
         self.aux_scale = self.z_scale = 0.0
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -88,7 +88,8 @@ def _matches(pattern: str, names: list[str]) -> list[str]:
     return matching
 
 
-EXPERTS, ROUTERS = "layers.*.feed_forward.experts", "layers.*.feed_forward.router"
+EXPERTS = "layers.*.feed_forward.experts"
+ROUTERS = "layers.*.feed_forward.router"
 _FEED_FORWARD = {"": "gather_sequence", ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
 
 

@@ -83,7 +83,8 @@ def _check(spec: ModelSpec, what: str, where: str) -> None:
     Raises:
         ConfigError: a field has the wrong type, or the plan or the layers cannot be computed.
     """
-    fix, configs = "docs/adding_a_model.md shows an example", dict(spec.flavors)
+    fix = "docs/adding_a_model.md shows an example"
+    configs = dict(spec.flavors)
     problem = "" if configs else "flavors is empty"
     if CUSTOM in configs:
         problem = f"the flavor name {CUSTOM} is reserved for sizes given on a command line"

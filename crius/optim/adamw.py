@@ -61,7 +61,9 @@ class CompactAdamW(Optimizer):
         self._storage.start(state, parameter, MOMENTS)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        storage, state, skip = self._storage, self.state[parameter], self.found_inf
+        storage = self._storage
+        state = self.state[parameter]
+        skip = self.found_inf
         gradient = local_tensor(parameter.grad).reshape(-1)  # type: ignore[arg-type]
         if not state:
             self.start(parameter, group)

@@ -69,9 +69,11 @@ def parameter_groups(
         spec = group_of(specs, name)
         base = decay_class(name, parameter, plan, config)
         optimizer: Kind = "muon" if config.name == "muon" and is_inner_matrix(name, parameter, plan) else "adamw"
-        decay, factor = config.weight_decay if base in ("decayed", "router") else 0.0, 1.0
+        decay = config.weight_decay if base in ("decayed", "router") else 0.0
+        factor = 1.0
         if spec:
-            optimizer, factor = spec.optimizer or optimizer, spec.lr_factor
+            optimizer = spec.optimizer or optimizer
+            factor = spec.lr_factor
             decay = decay if spec.weight_decay is None else spec.weight_decay
         label = "muon" if optimizer == "muon" and base == "decayed" else base
         place = (1 + specs.index(spec) if spec else 0, order[label] + len(order) * (optimizer == "muon"))
@@ -132,7 +134,8 @@ def build_optimizer(
 
 
 def _adamw(groups: list[ParameterGroup], storage: Storage, config: OptimizerConfig) -> Optimizer:
-    betas, how = (config.beta1, config.beta2), IMPLEMENTATIONS[config.implementation]
+    betas = (config.beta1, config.beta2)
+    how = IMPLEMENTATIONS[config.implementation]
     weights = (parameter for group in groups for parameter in group.members)
     if config.state_dtype == "float32" and all(weight.dtype == torch.float32 for weight in weights):
         return AdamW(_torch_groups(groups, config), lr=config.lr, betas=betas, eps=config.eps, **how)

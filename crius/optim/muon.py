@@ -228,14 +228,17 @@ class Muon(Optimizer):
 
     def _direction(self, job: _Job) -> Tensor:
         """Add the gradient of this rank's shard to the momentum. Returns this rank's part of the matrix to iterate."""
-        matrix, group, state = job.matrix, job.group, self.state[job.matrix]
+        matrix = job.matrix
+        group = job.group
+        state = self.state[job.matrix]
         assert matrix.grad is not None
         gradient = local_tensor(matrix.grad)
         if not state:
             self.start(matrix, group)
         everything = slice(0, gradient.numel())
         stored = self._storage.moment(state, MOMENT, field=1, signed=True)
-        mean, flat = stored.load(everything), gradient.reshape(-1).float()
+        mean = stored.load(everything)
+        flat = gradient.reshape(-1).float()
         before = mean.clone() if self.found_inf is not None else mean
         mean.lerp_(flat, 1 - group["momentum"])
         update = flat.lerp(mean, group["momentum"]) if group["nesterov"] else mean
@@ -254,7 +257,9 @@ class Muon(Optimizer):
 
     def _apply(self, job: _Job, direction: Tensor) -> None:
         """Apply weight decay to this rank's shard of a matrix and add its part of the orthogonal matrix."""
-        matrix, group, skip = job.matrix, job.group, self.found_inf
+        matrix = job.matrix
+        group = job.group
+        skip = self.found_inf
         everything = slice(0, direction.numel())
         stored = self._storage.weight(matrix)
         weight = stored.load(everything)

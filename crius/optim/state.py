@@ -102,7 +102,8 @@ def to_save(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str
     """
     tensors = {}
     for parameter, _ in _members(optimizer):
-        state, name = optimizer.state.get(parameter, {}), names[parameter]
+        state = optimizer.state.get(parameter, {})
+        name = names[parameter]
         for key, value in state.items():
             if key.endswith(SCALE):
                 continue

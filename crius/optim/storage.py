@@ -22,7 +22,9 @@ NOISE_BITS = 16
 """Bits that bfloat16 drops from float32."""
 
 # splitmix64 (Steele, Lea and Flood 2014), as signed numbers: the odd increment of its counter, and its two multipliers
-_STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_STEP = -0x61C8864680B583EB
+_FIRST = -0x40A7B892E31B1A47
+_SECOND = -0x6B2FB644ECCEEE15
 
 
 def stream(seed: int, name: str) -> int:
@@ -148,8 +150,10 @@ class EightBit:
     table: Tensor
 
     def _blocks(self, part: slice) -> Any:
-        first, last = part.start // BLOCK, -(-part.stop // BLOCK)
-        codes, scale = self.codes[first * BLOCK : last * BLOCK], self.scale[first:last]
+        first = part.start // BLOCK
+        last = -(-part.stop // BLOCK)
+        codes = self.codes[first * BLOCK : last * BLOCK]
+        scale = self.scale[first:last]
         return _torchao()(codes, scale, self.table, self.signed)
 
     def load(self, part: slice) -> Tensor:
@@ -256,7 +260,8 @@ class Storage:
             return None
         if parameter not in self._offsets:
             self._offsets[parameter] = local_shard(parameter)[1]
-        local, offset = local_tensor(parameter), self._offsets[parameter]
+        local = local_tensor(parameter)
+        offset = self._offsets[parameter]
         places = places_of(part.start, part.stop, local.shape, offset, parameter.shape, local.device)
         return random_bits(self._streams[parameter], step, places)
 

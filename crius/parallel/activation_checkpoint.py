@@ -220,7 +220,9 @@ class _Policy:
     """
 
     def __init__(self, categories: Mapping[str, str], matches: Counter[str], *, routes: bool) -> None:
-        self._categories, self._matches, self._routes = categories, matches, routes
+        self._categories = categories
+        self._matches = matches
+        self._routes = routes
         self._found: Counter[str] = Counter()
         self._matmuls: Counter[bool] = Counter()
 

@@ -60,7 +60,8 @@ def parallelize(model: nn.Module, facts: ModelDescription, mesh: Mesh, config: R
 
 
 def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, config: RunConfig) -> Iterator[str]:
-    layout, training = mesh.layout, config.training
+    layout = mesh.layout
+    training = config.training
     if not needs_fsdp(layout, config):
         dtype = training.mixed_precision_param if config.lora.is_on else f"their {training.dtype}"
         yield f"fsdp: off: one rank holds all weights, computes in {dtype}, and does not communicate"

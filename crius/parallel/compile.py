@@ -156,7 +156,8 @@ class CompileReport:
     @property
     def seconds(self) -> float:
         """Wall-clock seconds in which this rank compiled."""
-        total, done = 0, 0
+        total = 0
+        done = 0
         for begin, end in sorted(self._spans):
             total += max(0, end - max(begin, done))
             done = max(done, end)
@@ -201,7 +202,8 @@ class CompileReport:
         known = next((index for index in reversed(range(len(events))) if events[index] is self._last), -1)
         self._last = events[-1]
         for event in events[known + 1 :]:
-            begin, end = getattr(event, "start_time_us", None), getattr(event, "end_time_us", None)
+            begin = getattr(event, "start_time_us", None)
+            end = getattr(event, "end_time_us", None)
             if begin and end:
                 self._spans.append((begin, end))
             if event.co_name is None:
@@ -253,7 +255,9 @@ class CompileReport:
         if self._config.backend != "inductor":
             return f"no cache (backend {self._config.backend})"
         counts = _cache_counters() - self._counters
-        hits, misses, bypassed = counts["hit"], counts["miss"], counts["bypass"]
+        hits = counts["hit"]
+        misses = counts["miss"]
+        bypassed = counts["bypass"]
         if bypassed:
             return f"cache bypassed by {bypassed} graphs ({hits} hits, {misses} misses)"
         if hits and misses:

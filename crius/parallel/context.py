@@ -136,7 +136,8 @@ class GatheredAttention(_OfShard, CausalAttention):
 
 def _attend(q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None, has_flash: bool) -> Tensor:
     """Attention of the last ``C`` queries of a sequence to all its keys, ``(B, C, N, H)``; without a mask causal."""
-    num_queries, num_keys = q_BCNH.shape[1], k_BTKH.shape[1]
+    num_queries = q_BCNH.shape[1]
+    num_keys = k_BTKH.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BTKH, v_BTKH))
     if mask is None and num_queries == num_keys:
         y = causal_attention(q, k, v)
@@ -182,7 +183,8 @@ class HeadsAttention(_OfShard, CausalAttention):
             LayoutError: the heads do not split evenly.
         """
         degree = self._shard.degree
-        num_heads, num_kv_heads = q_BLNH.shape[2], k_BLKH.shape[2]
+        num_heads = q_BLNH.shape[2]
+        num_kv_heads = k_BLKH.shape[2]
         if num_heads % degree or (num_kv_heads % degree and degree % num_kv_heads):
             raise LayoutError(
                 f"{num_heads} query and {num_kv_heads} key/value heads do not split over {degree} ranks.",

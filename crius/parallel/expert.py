@@ -51,7 +51,8 @@ class AllToAllDispatch(Dispatch):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.mesh, self.ranks = mesh, mesh.size()
+        self.mesh = mesh
+        self.ranks = mesh.size()
 
     def forward(
         self, x_ND: Tensor, ids_NK: Tensor, counts_E: Tensor, experts: Callable[[Tensor, Tensor], Tensor]

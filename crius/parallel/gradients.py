@@ -68,7 +68,8 @@ class Gradients:
 
     def take_local_peak(self) -> Tensor | None:
         """The largest absolute gradient that ``watch`` recorded since the last call, a scalar; None without one."""
-        peak, self._local_peak = self._local_peak, None
+        peak = self._local_peak
+        self._local_peak = None
         return peak
 
     def squared_weight_norms(self) -> Tensor:

@@ -185,9 +185,12 @@ def draw_rows(
     def fill(blocks: range) -> None:
         scratch = torch.empty((block_rows, *shape[1:]))  # small enough for the cache of the thread's core
         for block in blocks:
-            start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
-            low, high = max(start, first), min(stop, last)
-            drawn, generator = scratch[: stop - start], _generator(f"{seed}/{name}/{block}")
+            start = block * block_rows
+            stop = min((block + 1) * block_rows, shape[0])
+            low = max(start, first)
+            high = min(stop, last)
+            drawn = scratch[: stop - start]
+            generator = _generator(f"{seed}/{name}/{block}")
             # numpy runs in this thread; torch's operators would start threads of their own
             wanted = scratch.numpy()[(slice(low - start, high - start), *columns)]
             if isinstance(rule, Uniform):

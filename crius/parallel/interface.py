@@ -7,7 +7,8 @@ import struct
 import sys
 from collections.abc import Mapping, MutableMapping
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -26,9 +27,11 @@ def choose_interface(environ: MutableMapping[str, str], master: str | None) -> s
     if master is None:
         environ[GLOO] = loopback
         return f"{loopback} (one host)"
-    name, reason = _as_nccl(environ), NCCL
+    name = _as_nccl(environ)
+    reason = NCCL
     if not name:
-        name, reason = _towards(master), f"the route to {master}"
+        name = _towards(master)
+        reason = f"the route to {master}"
     if not name:
         return ""
     environ[GLOO] = name

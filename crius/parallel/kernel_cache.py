@@ -54,7 +54,8 @@ def keep_whole(folder: Path) -> None:
 def _renamed_when_done(build: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(build)
     def build_whole(builder: Any) -> None:
-        target, output = builder.get_target_file_path(), builder._output
+        target = builder.get_target_file_path()
+        output = builder._output
         partial = f"{target}.{os.getpid()}-{threading.get_ident()}{PARTIAL}"
         builder._output = output.replace(target, partial)
         try:

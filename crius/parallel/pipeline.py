@@ -67,7 +67,8 @@ class TiedStages:
         ]
         holders = [next(rank for rank, stages in enumerate(ranks) if end in stages) for end in ends]
         self._peer = dist.get_global_rank(group, holders[1] if 0 in parts else holders[0])
-        self._group, self._device = group, device
+        self._group = group
+        self._device = device
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -135,7 +136,8 @@ class Pipeline:
         self._schedule: _PipelineSchedule | None = None
         self._batch_shape = torch.Size()
         self._valid_tokens = torch.ones((), dtype=torch.float64, device=device)
-        self._dim, self._dtype = dim, dtype
+        self._dim = dim
+        self._dtype = dtype
 
     @property
     def has_last_stage(self) -> bool:
@@ -166,7 +168,8 @@ class Pipeline:
             without the last stage.
         """
         if self._schedule is None or tokens_BT.shape != self._batch_shape:  # buffers have one shape
-            self._schedule, self._batch_shape = self._build(tokens_BT), tokens_BT.shape
+            self._schedule = self._build(tokens_BT)
+            self._batch_shape = tokens_BT.shape
         self._valid_tokens = valid_tokens
         zero(self._counters)
         losses: list[Tensor] = []

@@ -149,7 +149,8 @@ class TreeReduceScatter(PlainReduceScatter):
 
 def tree_all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
     """Sum the flat ``values`` in place over the ranks of ``group`` by ``tree_sum``, with the traffic of a ring."""
-    size, numel = group.size(), values.numel()
+    size = group.size()
+    numel = values.numel()
     padded = F.pad(values, (0, -numel % size))
     received = torch.empty_like(padded)
     dist.all_to_all_single(received, padded, group=group)
@@ -181,7 +182,8 @@ class TreeAccumulation:
         if self._replicas is not None:
             tree_all_reduce(gradient, self._replicas)
         self._count += 1
-        total, carries = gradient, self._count
+        total = gradient
+        carries = self._count
         while carries % 2 == 0:
             total = self._waiting.pop().add_(total)
             carries //= 2
@@ -228,7 +230,8 @@ class ReproducibleGradients(Gradients):
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, world: World) -> None:
         super().__init__(parameters, world.size, world.device)
-        self._world, self._layout = world, mesh.layout
+        self._world = world
+        self._layout = mesh.layout
         # FSDP and the meshes of its parameters do not know the replicas here
         is_replica = mesh.layout.dp_replicate > 1 and mesh.fsdp.get_local_rank("dp_replicate") > 0
         counted = [not is_replica and is_first_holder(parameter) for parameter in self._parameters]

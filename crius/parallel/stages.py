@@ -54,7 +54,8 @@ def order_of(parallelism: ParallelismConfig, num_microbatches: int) -> Order:
         LayoutError: the schedule file is not valid, see ``read_schedule``.
         ValueError: the schedule does not support this number of microbatches.
     """
-    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    degree = parallelism.pipeline_parallel_degree
+    schedule = parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_schedule_csv:
         rows = read_schedule(parallelism)
         unit = 1 + max(action.microbatch for action in rows[0])

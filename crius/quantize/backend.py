@@ -94,7 +94,8 @@ class Float8Linear(_Padded):
             group_name: process group of the ranks.
             num_ranks: number of ranks.
         """
-        ops, dtype = torch.ops._c10d_functional, self._config.cast_config_input.target_dtype
+        ops = torch.ops._c10d_functional
+        dtype = self._config.cast_config_input.target_dtype
         amax = ops.wait_tensor(ops.all_reduce(x.detach().abs().amax(), "max", group_name))
         rounded = hp_tensor_and_scale_to_float8(
             x, amax_to_scale(amax, dtype), dtype, self.mm_config, GemmInputRole.INPUT
@@ -121,7 +122,8 @@ class _GatherFloat8(torch.autograd.Function):
     def forward(ctx: Any, x_BTD: Float8TrainingTensor, group_name: str, num_ranks: int) -> Float8TrainingTensor:
         """``(B, T / ranks, D)`` to ``(B, T, D)``."""
         ctx.group = (num_ranks, group_name)
-        ops, own = torch.ops._c10d_functional, x_BTD._data.contiguous()
+        ops = torch.ops._c10d_functional
+        own = x_BTD._data.contiguous()
         sent = own if own.is_cuda else own.view(torch.uint8)
         parts = ops.wait_tensor(ops.all_gather_into_tensor(sent, num_ranks, group_name)).chunk(num_ranks)
         whole = torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(own.dtype)
@@ -133,7 +135,8 @@ class _GatherFloat8(torch.autograd.Function):
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None, None]:
         """``(B, T, D)`` to ``(B, T / ranks, D)``, summed over the ranks."""
         num_ranks, group_name = ctx.group
-        ops, parts = torch.ops._c10d_functional, torch.cat(grad_BTD.chunk(num_ranks, dim=1))
+        ops = torch.ops._c10d_functional
+        parts = torch.cat(grad_BTD.chunk(num_ranks, dim=1))
         return ops.wait_tensor(ops.reduce_scatter_tensor(parts, "sum", num_ranks, group_name)), None, None
 
 

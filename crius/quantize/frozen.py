@@ -52,7 +52,9 @@ class _Nf4Product(_Product):
     @staticmethod
     def unpacked(kept: tuple[Tensor, ...], width: int) -> Tensor:
         codes, scales, factors = kept
-        numbers, mean, per_block = factors[:_CODES], factors[_CODES], factors[_CODES + 1 :]
+        numbers = factors[:_CODES]
+        mean = factors[_CODES]
+        per_block = factors[_CODES + 1 :]
         pairs = torch.stack((numbers.repeat_interleave(_CODES), numbers.repeat(_CODES)), dim=1)  # one pair per byte
         scale = (scales.view(-1, NF4_SCALES) / per_block[:, None]).add_(mean)
         weight = F.embedding(codes.to(torch.int32), pairs)

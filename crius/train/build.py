@@ -164,7 +164,8 @@ def describe_loss(chunks: LossChunks, num_tokens: int, vocabulary: int, itemsize
     """Log line about the loss of a microbatch of ``num_tokens``, with logits of ``itemsize`` bytes over a
     ``vocabulary``.
     """
-    name, logits = "linear_cross_entropy", num_tokens * vocabulary
+    name = "linear_cross_entropy"
+    logits = num_tokens * vocabulary
     if chunks.tokens is None:
         return f"{name}: off ({chunks.reason}): {_mib(logits * itemsize)} of logits per microbatch"
     tokens = min(num_tokens, chunks.tokens)
@@ -224,7 +225,9 @@ class Built:
 
 def build_parts(job: Job) -> Built:
     """This rank's stages of the model, laid out on the mesh, still on the meta device."""
-    config, facts, mesh = job.config, job.facts, job.mesh
+    config = job.config
+    facts = job.facts
+    mesh = job.mesh
     all_stages = split_stages(run_modules(config, facts), num_stages(config.parallelism), config.parallelism)
     indices = stage_indices(config.parallelism, mesh.pp.get_local_rank() if mesh.pp else 0)
     model = on_meta(config, facts)
@@ -264,19 +267,22 @@ def build_part(
 def run_loss(job: Job, precision: LowPrecision | None) -> LossChunks:
     """Chunks that the run computes its loss in, the same on every rank."""
     in_low_precision = precision is not None and converts_output(precision.choices, job.facts.plan)
-    tp, vocab_size = job.mesh.layout.tp, job.facts.vocab_size
+    tp = job.mesh.layout.tp
+    vocab_size = job.facts.vocab_size
     return loss_chunks(job.config, vocab_size, job.device_type, num_ranks=tp, in_low_precision=in_low_precision)
 
 
 def build_model(job: Job) -> Built:
     """This rank's stages of the model. Their shards are drawn from ``debug.seed``, or NaN if they will be loaded."""
     built = build_parts(job)
-    begin, rules = time.monotonic(), init_rules(job.facts)
+    begin = time.monotonic()
+    rules = init_rules(job.facts)
     for part in built.parts:
         materialize(part, rules, job.ranks, job.config, draws=not job.is_loaded)
         if not (job.is_loaded or job.config.checkpoint.init_from):
             for name, linear in quantized_linears(part):
-                shape, weight = (linear.out_features, linear.in_features), f"{name}.weight"
+                shape = (linear.out_features, linear.in_features)
+                weight = f"{name}.weight"
                 fill(name, linear, draw_weight(weight, shape, rules, job.config.debug.seed))
     how = "not drawn, as a checkpoint will be loaded" if job.is_loaded else f"drawn from seed {job.config.debug.seed}"
     log.info("init: weights %s, %.1f s", how, time.monotonic() - begin)
@@ -291,7 +297,8 @@ def run_optimizer(job: Job) -> OptimizerConfig:
     The split of a weight decides which numbers these are. On a GPU each number goes through the same function
     (``adam_math`` of fused_adam_utils.cuh), whether it was loaded in a vector or by itself.
     """
-    training, optimizer = job.config.training, job.config.optimizer
+    training = job.config.training
+    optimizer = job.config.optimizer
     is_on_host = job.device_type == "cpu" or training.enable_cpu_offload
     if not (training.reproducible and is_on_host) or optimizer.implementation != "fused":
         return optimizer
@@ -301,7 +308,8 @@ def run_optimizer(job: Job) -> OptimizerConfig:
 
 def build_gradients(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) -> Gradients:
     """The gradients of ``parameters`` (this rank's, by name), with the way they are summed over the ranks."""
-    trained, ranks = [parameter for _, parameter in parameters], job.ranks
+    trained = [parameter for _, parameter in parameters]
+    ranks = job.ranks
     if job.config.training.reproducible:
         return ReproducibleGradients(trained, job.mesh, ranks)
     twice = [parameter for name, parameter in parameters if name in job.copied]
@@ -310,7 +318,10 @@ def build_gradients(job: Job, parameters: Sequence[tuple[str, nn.Parameter]]) ->
 
 def build_runner(job: Job, built: Built) -> Runner:
     """The runner of the parts over a batch: an accumulation loop, or a pipeline."""
-    mesh, sizes, parallelism, training = job.mesh, job.sizes, job.config.parallelism, job.config.training
+    mesh = job.mesh
+    sizes = job.sizes
+    parallelism = job.config.parallelism
+    training = job.config.training
     itemsize = getattr(torch, training.mixed_precision_param).itemsize
     vocabulary = -(-job.facts.vocab_size // mesh.layout.tp)
     chunks = run_loss(job, built.precision)

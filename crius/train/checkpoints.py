@@ -82,7 +82,9 @@ class Checkpoints:
     _parts: Parts
 
     def __init__(self, job: Job, run_dir: Path, placement: Placement) -> None:
-        self._config, self._layout, self._ranks = job.config, job.mesh.layout, job.ranks
+        self._config = job.config
+        self._layout = job.mesh.layout
+        self._ranks = job.ranks
         assert self._ranks.store is not None
         self.before_write: Callable[[int], None] = lambda save: None
         self._saves = 0
@@ -100,7 +102,8 @@ class Checkpoints:
         )
         self.saver = Saver(self.folder, self._config.checkpoint, place, self._beat, self._wait)
         self.found: Found | None = None
-        self._run_id, self._initial = "", dict[str, str]()
+        self._run_id = ""
+        self._initial = dict[str, str]()
         self._last_saved = -1
         self._last_time = time.monotonic()
 
@@ -142,7 +145,8 @@ class Checkpoints:
             CheckpointError: the checkpoint lacks tensors of the run, or cannot be read.
             ConfigError: settings or data of the run differ in a way that it cannot resume with.
         """
-        self._parts, found = parts, self.found
+        self._parts = parts
+        found = self.found
         parts.guard.before_change = self.saver.before_change
         status.update(phase="load")
         seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank)
@@ -157,11 +161,13 @@ class Checkpoints:
             self.saver.prune()  # a kill right after a commit leaves more checkpoints than keep_last
         step = self._parts.state.step
         if self._ranks.rank == 0:
-            where, seconds = found.folder.disk.where, time.monotonic() - begin
+            where = found.folder.disk.where
+            seconds = time.monotonic() - begin
             log.info("resume: step %d of %s, saved on %s, %.1f s", step, where, found.manifest.layout, seconds)
         self._last_saved = step if found.folder is self.folder else -1
         self._last_time = time.monotonic()
-        self._run_id, self._initial = found.manifest.run_id, found.state.get("init_from", {})
+        self._run_id = found.manifest.run_id
+        self._initial = found.state.get("init_from", {})
         if self._config.lora.is_on:
             self._initial = load_base(self._config, self._ranks, parts.state.parts, self._initial)
         ledger = found.state.get("ledger", {})
@@ -172,7 +178,8 @@ class Checkpoints:
         """Whether a checkpoint is due by rank 0's clock, and whether too many saves failed. Takes no time."""
         self.saver.poll()
         config = self._config.checkpoint
-        minutes, passed = config.interval_minutes, time.monotonic() - self._last_time
+        minutes = config.interval_minutes
+        passed = time.monotonic() - self._last_time
         is_due = minutes > 0 and self._ranks.rank == 0 and passed >= 60 * minutes
         return is_due, self.saver.failures >= config.max_failures
 
@@ -284,7 +291,8 @@ class Checkpoints:
         }
 
     def _load(self, found: Found) -> None:
-        manifest, state = found.manifest, found.state
+        manifest = found.manifest
+        state = found.state
         is_import = bool(state.get("imported"))
         self._compare_settings(found, is_import)
         parts = self._parts.state.parts
@@ -364,7 +372,8 @@ class Checkpoints:
         return lines
 
     def _restore_state(self, found: Found, is_import: bool) -> None:
-        state, parts = found.state, self._parts
+        state = found.state
+        parts = self._parts
         parts.state.restore(state["train"])
         if "data" in state:
             parts.loader.load_state_dict(state["data"])
@@ -372,11 +381,14 @@ class Checkpoints:
             parts.loader.start_at(parts.state.step)
         missing = [name for name in ("data", "stability") if name not in state]
         if missing and self._ranks.rank == 0:
-            lacks, step, sample = ", ".join(missing), parts.state.step, parts.loader.state_dict()["next_sample"]
+            lacks = ", ".join(missing)
+            step = parts.state.step
+            sample = parts.loader.state_dict()["next_sample"]
             log.warning("resume: the checkpoint has no %s: step %d, data from sample %d", lacks, step, sample)
         if "stability" in state:
             parts.guard.load(state["stability"])
-        saved, now = state.get("run", {}).get("threads"), torch.get_num_threads()
+        saved = state.get("run", {}).get("threads")
+        now = torch.get_num_threads()
         if saved not in (None, now) and self._ranks.device.type == "cpu":
             log.warning("resume: %d threads, saved with %d: sums on a CPU differ in their last bits", now, saved)
 

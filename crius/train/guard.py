@@ -87,7 +87,8 @@ class UpdateGuard:
         copies: Replicas | None = None,
         after_update: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config, self._after_update = config, after_update
+        self._config = config
+        self._after_update = after_update
         self._copies = copies
         self._state = state
         self._optimizer = state.optimizer
@@ -169,7 +170,8 @@ class UpdateGuard:
         broken = sorted({name for of_rank in self._world.gather_json(mine) for name in of_rank})
         if not broken:
             return
-        step, more = self._state.step, len(broken) - NAMED
+        step = self._state.step
+        more = len(broken) - NAMED
         what = f"the weights of {', '.join(broken[:NAMED])}{f' and {more} more' if more > 0 else ''} are not finite"
         if self._kept and self._state.updates > self._kept.updates:
             self._roll_back(step, what, is_made=True)
@@ -200,7 +202,8 @@ class UpdateGuard:
             NonFiniteError: loss or gradient is not finite, and the run must stop.
             SpikeError: loss or gradient norm is a spike, and the run must stop.
         """
-        unseen, self._unseen = self._unseen, None
+        unseen = self._unseen
+        self._unseen = None
         if unseen is None:
             return True
         is_made = self._judge(unseen)
@@ -223,7 +226,8 @@ class UpdateGuard:
         return True
 
     def _on_nonfinite(self, unseen: _Unseen, loss: float, grad_norm: float) -> None:
-        policy, step = self._config.nonfinite, unseen.result.step
+        policy = self._config.nonfinite
+        step = unseen.result.step
         too_many = "" if policy == "stop" else self._count({"skip": "skips", "rollback": "rollbacks"}[policy])
         stops = policy == "stop" or bool(too_many)
         action = "stopped" if stops else "skipped" if policy == "skip" else "rolled back"
@@ -245,7 +249,8 @@ class UpdateGuard:
 
     def _on_spike(self, unseen: _Unseen, scores: dict[str, Score], monitor: SpikeMonitor) -> bool:
         """Follow the policy; returns whether the update is to be made."""
-        policy, step = self._config.spike, unseen.result.step
+        policy = self._config.spike
+        step = unseen.result.step
         is_new_level = bool(self._count("spikes"))
         too_many = self._count("skips") if policy == "skip" else ""
         stops = policy == "stop" or bool(too_many)

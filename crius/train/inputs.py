@@ -88,7 +88,8 @@ def resolve(
         rows_are_given: whether ``model.vocab_size`` stays, for any number of token ids.
         lay_out: chooses the layout under ``parallelism.auto``; without it the layout stays open.
     """
-    config, reasons = asked, dict[str, str]()
+    config = asked
+    reasons = dict[str, str]()
     decisions: tuple[Callable[[RunConfig], Decision], ...] = (
         lambda run: _dtype(run, machine, saved),
         lambda run: _tokens(run, rows_are_given),
@@ -118,7 +119,8 @@ def _dtype(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None)
 
 def _tokens(config: RunConfig, rows_are_given: bool) -> Decision:
     """A token folder is read with the tokenizer that wrote it, and a model has a row for each id."""
-    source, path = config.data.source, config.tokenizer.path
+    source = config.data.source
+    path = config.tokenizer.path
     rows_are_given = rows_are_given and config.model.vocab_size != -1
     changes: dict[str, Any] = {}
     try:
@@ -184,7 +186,8 @@ def _boundaries(config: RunConfig, saved: Mapping[str, Any] | None) -> Decision:
 
 
 def _deterministic(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None) -> Decision:
-    name, needed = "debug.deterministic", compares_bits(config)
+    name = "debug.deterministic"
+    needed = compares_bits(config)
     if config.debug.deterministic is not None:
         return {}, ""
     if needed and machine.on_gpu:
@@ -360,7 +363,9 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
     """The checkpoint that a run would resume from; None if there is none, or it cannot be read."""
     if not config.checkpoint.is_enabled:
         return None
-    own, other, load_step = checkpoint_folder(config, run_dir), config.checkpoint.load_path, config.checkpoint.load_step
+    own = checkpoint_folder(config, run_dir)
+    other = config.checkpoint.load_path
+    load_step = config.checkpoint.load_step
     for place, step_to_load in ((own, -1 if other else load_step), (other, load_step)):
         if not place:
             continue
@@ -374,7 +379,9 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
             state = read_state(folder.disk, name, manifest)
         except CheckpointError:
             return None
-        is_import, where = bool(state.get("imported")), f"{folder.disk.where}/{name}"
-        settings, initial = {} if is_import else manifest.config, state.get("init_from", {})
+        is_import = bool(state.get("imported"))
+        where = f"{folder.disk.where}/{name}"
+        settings = {} if is_import else manifest.config
+        initial = state.get("init_from", {})
         return _Resumed(settings, where, manifest.step, is_import, place == own, initial)
     return None

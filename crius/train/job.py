@@ -79,7 +79,6 @@ def run(
 
     Args:
         config: the run, resolved; its rules have been checked.
-        run_dir: folder of the run.
         started: ``time.monotonic()`` at the start of the command on this machine.
         placement: this process among the ranks.
         strict: whether an optimisation that is on and has no effect ends the run.
@@ -97,7 +96,8 @@ def run(
         stack.enter_context(tools.around(config, placement))
         with ledger.phase("initialise"):
             device = set_up_torch(config, placement)
-            layout, facts = Layout.of(config.parallelism, placement.world_size), describe_model(config)
+            layout = Layout.of(config.parallelism, placement.world_size)
+            facts = describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
             config, corpus = open_run_data(config, layout.batch)  # before the ranks meet, so none waits in a collective
@@ -161,12 +161,14 @@ def one_layout(layout: Layout, ranks: World) -> Layout:
 
 def _run(loop: Loop, run_dir: Path, placement: Placement, watch: PlanSink | None) -> None:
     """Train and write the summary; exit with a code of its own if the run was asked to stop."""
-    step, steps = loop.state.step, loop.config.training.steps
+    step = loop.state.step
+    steps = loop.config.training.steps
     was_complete = loop.world.gather_json(is_complete(run_dir, step, steps))[0]
     if step >= steps:
         rest = "" if was_complete or not loop.config.validation.interval else "; the last validation is done now"
         log.info("nothing to train: %d of %d steps are done%s", step, steps, rest)
-    validations, stopped = list[ValidationMetrics](), None
+    validations = list[ValidationMetrics]()
+    stopped = None
     try:
         validations = dataclasses.replace(loop, is_complete=was_complete).run()
     except Preempted as end:
@@ -187,13 +189,15 @@ def assemble(
     job: Job, corpus: Corpus, run_dir: Path, ledger: TimeLedger, stack: contextlib.ExitStack, *, strict: bool = False
 ) -> Loop:
     """Model, optimizer, data and reports, joined into the loop. The machine's part of ``job`` is already decided."""
-    config, facts, mesh, ranks, training = job.config, job.facts, job.mesh, job.ranks, job.config.training
+    config = job.config
+    mesh = job.mesh
+    ranks = job.ranks
     if mesh.tp:
         stack.enter_context(loss_parallel())
     watch = EffectWatch(job, strict=strict)
     built = build_model(job)
     parameters = named_parameters(built.parts)
-    optimizer = build_optimizer(parameters, facts.plan, run_optimizer(job), seed=config.debug.seed)
+    optimizer = build_optimizer(parameters, job.facts.plan, run_optimizer(job), seed=config.debug.seed)
     watch.built(built)
     shard = ContextShard(mesh.cp, config.parallelism.context_parallel_method)
     runner = build_runner(job, built)
@@ -208,21 +212,22 @@ def assemble(
         most_documents=most_documents(config),
     )
     stack.callback(loader.close)
-    state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, training.steps))
+    state = TrainState(built.parts, optimizer, WarmupStableDecay(config.lr_scheduler, config.training.steps))
     gradients = build_gradients(job, parameters)
     if mesh.pp is None:  # a bad gradient of a later stage would show on the rank of the first stage
         gradients.watch(built.parts[0])
-    after_update = AfterUpdate(built.parts, facts.buffers, ranks)
-    sdc, copies = build_sdc(job, built, runner), build_copies(job, parameters)
+    after_update = AfterUpdate(built.parts, job.facts.buffers, ranks)
+    sdc = build_sdc(job, built, runner)
+    copies = build_copies(job, parameters)
     guard = UpdateGuard(
         config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies, after_update
     )
     loads = None
-    if facts.num_experts:
-        advice = config.moe.advice(getattr(facts.config, "router_bias", False)) if ranks.rank == 0 else ""
-        loads = ExpertLoads(facts, after_update.take_totals, ranks.device, advice=advice)
+    if job.facts.num_experts:
+        advice = config.moe.advice(getattr(job.facts.config, "router_bias", False)) if ranks.rank == 0 else ""
+        loads = ExpertLoads(job.facts, after_update.take_totals, ranks.device, advice=advice)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
-    meter = Meter(facts.flops_per_token((training.seq_len + 1) / 2), peak, ranks)
+    meter = Meter(job.facts.flops_per_token((config.training.seq_len + 1) / 2), peak, ranks)
     return Loop(
         config=config,
         layout=mesh.layout,
@@ -254,7 +259,8 @@ def _to_the_end(loop: Loop) -> Loop:
 
 def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLog:
     """The sample log of this data-parallel rank, on the first of the ranks with the same samples."""
-    mesh, ranks = job.mesh, job.ranks
+    mesh = job.mesh
+    ranks = job.ranks
     is_first = all(axis is None or axis.get_local_rank() == 0 for axis in (mesh.tp, mesh.cp, mesh.pp))
     start = Attempt(
         attempt=ranks.gather_json(next_attempt(run_dir) if ranks.rank == 0 else None)[0],
@@ -318,7 +324,8 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
 
 
 def _validation(job: Job, corpus: Corpus) -> Validation | None:
-    sizes, mesh = job.sizes, job.mesh
+    sizes = job.sizes
+    mesh = job.mesh
     if not corpus.held_out or not job.config.validation.interval:
         return None
     return Validation(
@@ -346,7 +353,8 @@ def _sinks(job: Job, run_dir: Path, corpus: Corpus, stack: contextlib.ExitStack,
     if has_more:
         note_start(job, run_dir, corpus, loop.state.step)
     memory_gib = total_memory_gib(job.ranks.device)
-    settings, steps = shown(job.config), loop.config.training.steps
+    settings = shown(job.config)
+    steps = loop.config.training.steps
     sinks = build_sinks(job.config.metrics, run_dir, steps, memory_gib, loop.state.step, settings)
     for sink in sinks:
         stack.callback(sink.close)
@@ -354,7 +362,10 @@ def _sinks(job: Job, run_dir: Path, corpus: Corpus, stack: contextlib.ExitStack,
 
 
 def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
-    config, facts, layout, device = job.config, job.facts, job.mesh.layout, job.ranks.device
+    config = job.config
+    facts = job.facts
+    layout = job.mesh.layout
+    device = job.ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     model = config.model

@@ -67,7 +67,8 @@ class Agreement:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._steps, self._wait = 0, 0
+        self._steps = 0
+        self._wait = 0
         self._since = time.monotonic()
 
     def ask(self, stop: int | None, save: bool, give_up: bool) -> Decision:
@@ -88,7 +89,9 @@ class Agreement:
         elapsed = max(time.monotonic() - self._since, 1e-6)
         wait = max(1, min(MOST_STEPS, int(self._steps / elapsed * AGREE_SECONDS)))
         found, has_to_save, gives_up, least = _greatest([stop or 0, save, give_up, -wait], self._num_ranks)
-        self._steps, self._wait, self._since = 0, -least, time.monotonic()
+        self._steps = 0
+        self._wait = -least
+        self._since = time.monotonic()
         return Decision(found, bool(has_to_save), bool(gives_up))
 
 
@@ -102,7 +105,8 @@ class Preempted(Exception):
 
     def __init__(self, signal: int, step: int) -> None:
         super().__init__(signal, step)
-        self.signal, self.step = signal, step
+        self.signal = signal
+        self.step = step
 
 
 def stop_number(request: StopRequest | None, num_ranks: int) -> int:
@@ -179,9 +183,11 @@ class Loop:
             SpikeError: loss or gradient norm jumped, likewise.
             DataError: the data cannot be read.
         """
-        config, state = self.config, self.state
+        config = self.config
+        state = self.state
         last_validation = list[ValidationMetrics]()
-        interval, first = config.validation.interval, state.step
+        interval = config.validation.interval
+        first = state.step
         tidied = _tidied(config.training.gc_interval, self.world.device, self.ledger)
         with tidied as tidy, self.profiler as profile, self.reports.rescued():
             agreement = Agreement(self.world.size)
@@ -210,7 +216,8 @@ class Loop:
 
     def _settle(self, agreement: Agreement) -> None:
         """Save if a checkpoint is due, and stop if a rank is asked to."""
-        checkpoints, state = self.checkpoints, self.state
+        checkpoints = self.checkpoints
+        state = self.state
         if checkpoints is None and self.stop is None:
             return
         is_due, has_failed = checkpoints.poll() if checkpoints else (False, False)
@@ -225,7 +232,8 @@ class Loop:
 
     def _save(self, checkpoints: Checkpoints, decision: Decision, is_last: bool) -> None:
         """Save where ``decision``, the interval or the end of the run asks for it."""
-        interval, step = self.config.checkpoint.interval, self.state.step
+        interval = self.config.checkpoint.interval
+        step = self.state.step
         if decision.give_up:
             checkpoints.give_up()
         if decision.save or decision.stop or is_last or (interval > 0 and step > 0 and step % interval == 0):
@@ -236,7 +244,8 @@ class Loop:
             checkpoints.finish()
 
     def _step(self) -> None:
-        config, state = self.config, self.state
+        config = self.config
+        state = self.state
         step = state.step + 1
         started = self.reports.start()
         status.update(step=step, phase="data")
@@ -257,7 +266,8 @@ class Loop:
             self.guard.update(result)
             self.sdc.after_step(step)
         tokens = batch.tokens_BT.numel() * self.loader.num_ranks
-        state.step, state.tokens = step, state.tokens + tokens
+        state.step = step
+        state.tokens = state.tokens + tokens
         if self.samples:
             self.samples.write(step, batch.sample_ids)
         loads = self.reports.loads(tokens)

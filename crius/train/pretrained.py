@@ -41,7 +41,8 @@ def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str
         return {}
     if config.lora.is_on:
         return load_base(config, ranks, state.parts, {})
-    path, weights = config.checkpoint.init_from, open_initial(config)
+    path = config.checkpoint.init_from
+    weights = open_initial(config)
     names = {parameter: name for name, parameter in named_parameters(state.parts)}
     targets = {name: plain(tensor) for name, tensor in named_state(state.parts)}
     grown = {}

@@ -79,7 +79,9 @@ class Meter:
     """Rates over the steps since the last report."""
 
     def __init__(self, flops_per_token: float, peak_tflops: float | None, world: World) -> None:
-        self._flops, self._peak, self._world = flops_per_token, peak_tflops, world
+        self._flops = flops_per_token
+        self._peak = peak_tflops
+        self._world = world
         self.device_type = world.device.type
         self._tokens = self._steps = 0
         self._seconds = self._data_seconds = 0.0
@@ -141,7 +143,8 @@ class Clock:
     def lap(self) -> float:
         """Seconds since the last lap, or since the start."""
         assert self._since is not None
-        before, self._since = self._since, time.monotonic()
+        before = self._since
+        self._since = time.monotonic()
         return self._since - before
 
     def stop(self) -> None:
@@ -174,8 +177,11 @@ class StepReports:
     """
 
     def __init__(self, meter: Meter, ledger: TimeLedger, guard: UpdateGuard, loads: ExpertLoads | None = None) -> None:
-        self.meter, self.sinks, self.experts = meter, list[Sink](), loads
-        self._ledger, self._guard = ledger, guard
+        self.meter = meter
+        self.sinks = list[Sink]()
+        self.experts = loads
+        self._ledger = ledger
+        self._guard = guard
         self._clock = Clock()
         self._pace = Pace(meter.device_type)  # tells the watchdog how long a step takes
         self._unwritten: list[_Report] = []
@@ -313,7 +319,8 @@ class Recovery:
         """Call after each step; the first step that the failed attempt had not finished is logged as the recovery."""
         if not self._last or number < self._last["step"]:
             return
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if self._file is None:
             return
         found = {

@@ -55,7 +55,8 @@ class SavePlan:
 
 def save_plan(config: RunConfig, run_dir: Path) -> SavePlan | None:
     """Checkpoints that ``config`` saves; None if it saves nothing."""
-    checkpoint, steps = config.checkpoint, config.training.steps
+    checkpoint = config.checkpoint
+    steps = config.training.steps
     if not checkpoint.is_enabled:
         return None
     folder = CheckpointFolder(open_disk(checkpoint_folder(config, run_dir)))
@@ -117,5 +118,6 @@ def size(num_bytes: float) -> str:
     """``19.9 MiB``: bytes in the largest unit that leaves at least 1."""
     unit = 0
     while num_bytes >= 1024 and unit < len(_UNITS) - 1:
-        num_bytes, unit = num_bytes / 1024, unit + 1
+        num_bytes = num_bytes / 1024
+        unit = unit + 1
     return f"{num_bytes:.1f} {_UNITS[unit]}"

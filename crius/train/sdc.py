@@ -52,7 +52,9 @@ class Recompute:
         parameters: Sequence[tuple[str, nn.Parameter]],
         world: World,
     ) -> None:
-        self._runner, self._units, self._world = runner, units, world
+        self._runner = runner
+        self._units = units
+        self._world = world
         self._parameters = [parameter for _, parameter in parameters]  # while they are sharded
 
     def check(self, step: int, batch: Batch) -> None:
@@ -73,7 +75,8 @@ class Recompute:
     def _once(self, batch: Batch) -> Tensor:
         """Bits of the loss, then a hash of each unit's gradient, int64 ``(1 + units, 2)``."""
         for unit in self._units.values():
-            unit.is_on, unit.hashes = True, []
+            unit.is_on = True
+            unit.hashes = []
         loss = self._runner.rehearse(batch)
         for parameter in self._parameters:
             parameter.grad = None
@@ -113,7 +116,8 @@ class Replicas:
     """
 
     def __init__(self, state: Named, names: Sequence[str], world: World, where: str) -> None:
-        self._world, self._where = world, where
+        self._world = world
+        self._where = where
         self._places: dict[str, list[int]] = {}
         for place, name in enumerate(names):
             self._places.setdefault(name, []).append(place)
@@ -198,7 +202,9 @@ class SdcCheck:
     """
 
     def __init__(self, config: SdcConfig, recompute: Recompute | None, replicas: Replicas | None) -> None:
-        self._config, self._recompute, self._replicas = config, recompute, replicas
+        self._config = config
+        self._recompute = recompute
+        self._replicas = replicas
         self._said: set[str] = set()
 
     def before_step(self, step: int, batch: Batch) -> None:
@@ -238,7 +244,9 @@ def build_sdc(job: Job, built: Built, runner: Runner) -> SdcCheck:
         built: the model.
         runner: runner of ``built``; an ``Accumulation`` if a microbatch is to be computed twice.
     """
-    sdc, recompute, replicas = job.config.sdc, None, None
+    sdc = job.config.sdc
+    recompute = None
+    replicas = None
     if sdc.recompute_interval:
         assert isinstance(runner, Accumulation)
         [model] = built.parts

@@ -70,7 +70,8 @@ class _ConsoleHandler(logging.Handler):
             if getattr(record, MARKED, False) and takes_colour(sys.stdout):
                 text = coloured(text)
             elif sys.stdout.isatty():
-                columns, fit = shutil.get_terminal_size().columns, getattr(record, FIT, None)
+                columns = shutil.get_terminal_size().columns
+                fit = getattr(record, FIT, None)
                 # broken between words; a long path stays whole
                 fold = textwrap.TextWrapper(columns, subsequent_indent="    ", break_long_words=False)
                 text = fit(columns) if fit else "\n".join(map(fold.fill, text.splitlines()))
@@ -256,7 +257,9 @@ def profiler(config: ProfilerConfig, run_dir: Path, rank: int, device_type: str)
         rank: rank of this process.
         device_type: ``cuda`` or ``cpu``, where snapshots of CUDA's memory and NVTX ranges have no effect.
     """
-    on_gpu, first, index = device_type == "cuda", 0, 0
+    on_gpu = device_type == "cuda"
+    first = 0
+    index = 0
 
     def file(ending: str) -> Path:
         return run_dir / "traces" / f"step-{first}" / f"rank-{rank}.{ending}"
@@ -268,7 +271,8 @@ def profiler(config: ProfilerConfig, run_dir: Path, rank: int, device_type: str)
     def step(number: int) -> None:
         nonlocal first, index
         place = place_in_window(config, index)
-        first, index = number if place == 0 else first, index + 1
+        first = number if place == 0 else first
+        index = index + 1
         was_at_work = _action(config, index - 1) is not ProfilerAction.NONE
         with status.during("profiler"):  # it starts CUPTI, or writes the trace: 5 to 60 s on a GPU
             if active:
@@ -328,7 +332,8 @@ def decide(config: RunConfig, facts: ModelDescription, machine: Machine, ranks: 
     for name in ("training.mixed_precision_param", "compile.enable"):
         _check_alike(config, name, ranks)
     dtype, why = auto_dtype(on_gpu=machine.on_gpu)
-    stored, param = config.training.dtype, config.training.mixed_precision_param
+    stored = config.training.dtype
+    param = config.training.mixed_precision_param
     log.info("precision: %s weights, computed in %s; auto is %s here, on %s", stored, param, dtype, why)
     if not leaves_open(config, on_gpu=machine.on_gpu):
         return config
@@ -374,7 +379,9 @@ def note_start(job: Job, run_dir: Path, corpus: Corpus, step: int) -> None:
         corpus: data of the run.
         step: number of steps that were done before this start. 0: the run begins, and earlier lines are not its own.
     """
-    model, facts, layout = job.config.model, job.facts, job.mesh.layout
+    model = job.config.model
+    facts = job.facts
+    layout = job.mesh.layout
     start = {
         "time": time.time(),
         "step": step,

@@ -177,7 +177,9 @@ class IncidentReporter:
         """
         losses = _not_finite(self._world.gather(result.local_losses))  # (ranks, microbatches)
         squared_grads, squared_weights = self._squared_norms(result)
-        bad_grads, bad_weights = _not_finite(squared_grads), _not_finite(squared_weights)  # (ranks, parameters)
+        # (ranks, parameters)
+        bad_grads = _not_finite(squared_grads)
+        bad_weights = _not_finite(squared_weights)
         guilty = losses.any(dim=1) if losses.any() else self._bad_backward(result, bad_grads)
         ranks = guilty.nonzero().flatten().tolist()
         # backward runs from the output to the embedding, so the first bad gradient is the last by name

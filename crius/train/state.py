@@ -224,7 +224,8 @@ class AfterUpdate:
         """Counts of all ranks in the step of the last call, int64, flat in the order of the buffers. None if there was
         no call since these were last taken, or nothing is counted.
         """
-        totals, self._totals = self._totals, None
+        totals = self._totals
+        self._totals = None
         return totals
 
     @torch.no_grad()

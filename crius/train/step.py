@@ -79,7 +79,9 @@ class Accumulation:
     """
 
     def __init__(self, model: nn.Module, sync: GradientSync, microbatch_size: int) -> None:
-        self._model, self._sync, self._size = model, sync, microbatch_size
+        self._model = model
+        self._sync = sync
+        self._size = microbatch_size
         self._counters = counters([model])
 
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:

@@ -52,7 +52,10 @@ class Story:
 
     def begin(self, device: torch.device, machine: Machine, config: RunConfig, facts: ModelDescription) -> None:
         """Record the facts that are known before the run takes memory."""
-        self.device, self.machine, self.config, self.facts = device, machine, config, facts
+        self.device = device
+        self.machine = machine
+        self.config = config
+        self.facts = facts
         if machine.on_gpu:
             self.capacity = float(torch.cuda.get_device_properties(device).total_memory)
         else:

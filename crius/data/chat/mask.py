@@ -21,7 +21,8 @@ from crius.errors import DataError
 _VERSION = 2
 """Must change when new code gives a conversation other tokens or another mask."""
 
-_BATCH, _BATCH_CHARACTERS = 64, 1 << 20
+_BATCH = 64
+_BATCH_CHARACTERS = 1 << 20
 """Most conversations, and about the most characters, that the renderer gets at a time."""
 
 _MARK_IT = "put {% generation %} and {% endgeneration %} around the assistant's text in chat_template.jinja"
@@ -70,7 +71,10 @@ class ChatEncoder:
                 why="a chat template turns a conversation into one text",
                 fix="put the model's chat_template.jinja in the folder of its tokenizer.json",
             )
-        self._tokenizer, self._template, self._special, self._data = tokenizer, template, dict(special), data
+        self._tokenizer = tokenizer
+        self._template = template
+        self._special = dict(special)
+        self._data = data
         self._names = tokenizer.special_names()
         self._spells = re.compile("|".join(map(re.escape, sorted(filter(None, self._names), key=len, reverse=True))))
         ends = tokenizer.special_ids([*END_OF_TURN, special.get("eos_token", "")])
@@ -187,7 +191,8 @@ class ChatEncoder:
         """Mark the tokens that overlap characters ``start`` to ``end``, a turn. Returns whether it ends in a known
         token.
         """
-        first, after = int(np.searchsorted(text.ends, start, "right")), int(np.searchsorted(text.starts, end))
+        first = int(np.searchsorted(text.ends, start, "right"))
+        after = int(np.searchsorted(text.starts, end))
         mask[first:after] = True
         last = after - 1  # the last token that is not white space: the newline after the end of a turn belongs to it
         while last >= first and not whole[text.starts[last] : text.ends[last]].strip():
@@ -209,7 +214,8 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
         characters += sum(len(text) for message in chat.messages for text in _texts(message))
         if len(batch) >= _BATCH or characters >= _BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 

@@ -56,7 +56,9 @@ class Template:
     """
 
     def __init__(self, task: Mapping[str, Any]) -> None:
-        self.source, self.tokens, self.special = str(task["template"]), task["tokens"], list(task["special"])
+        self.source = str(task["template"])
+        self.tokens = task["tokens"]
+        self.special = list(task["special"])
         today = datetime.datetime.fromisoformat(task["date"]) if task["date"] else None
         environment, self._marks = _environment(today)
         self._template = environment.from_string(self.source)
@@ -67,7 +69,8 @@ class Template:
         """The text that a generation prompt adds to a conversation, even if the template always adds it; or empty."""
         question = [{"role": "user", "content": "x"}]
         try:
-            bare, asked = self.text(question, None), self.text(question, None, prompt=True)
+            bare = self.text(question, None)
+            asked = self.text(question, None, prompt=True)
             _, extents, _ = self._marked(question, None, prompt=True)
         except Exception:  # the template needs another conversation
             return ""
@@ -98,7 +101,8 @@ class Template:
         raise failure
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool, separator: str) -> str:
-        parts, length = [], 0
+        parts = []
+        length = 0
         given = {"messages": list(messages), "add_generation_prompt": prompt, **({"tools": tools} if tools else {})}
         self._marks.begin(separator, given["messages"])
         for part in self._template.generate(**self.tokens, **given):
@@ -220,7 +224,8 @@ def _read_marks(parts: Sequence[str]) -> tuple[list[Span], list[tuple[int, int]]
     """Messages and generation blocks of a text that is split at its marks into text, kind, loop, message, text, ..."""
     found: list[Span] = []
     blocks: list[tuple[int, int]] = []
-    place, begun = len(parts[0]), []
+    place = len(parts[0])
+    begun = []
     stack: list[tuple[str, int, int]] = []  # nested loops: a message is rendered by the outermost loop
     for kind, loop, index, following in zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4], strict=True):
         if kind == "[":
@@ -252,7 +257,8 @@ class Marks(ext.Extension):
 
     def begin(self, separator: str, messages: Sequence[Message]) -> None:
         """Use ``separator`` for marks; empty: no marks."""
-        self._separator, self._index = separator, {id(message): place for place, message in enumerate(messages)}
+        self._separator = separator
+        self._index = {id(message): place for place, message in enumerate(messages)}
 
     def parse(self, parser: Any) -> nodes.Node:
         """Parse a generation block. Variables that are set in it are not visible outside, as in transformers."""

@@ -66,7 +66,8 @@ class Renderer:
                 "chat templates need the jinja2 package, which is not installed.",
                 fix=f"{install_line(REQUIREMENTS['jinja2'])}, or {fix}",
             )
-        self._rest, self._flaw = b"", ""
+        self._rest = b""
+        self._flaw = ""
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT)],
             stdin=subprocess.PIPE,

@@ -45,7 +45,9 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor) -> Tensor:
         kv_heads = k_BKTH.shape[1]
-        q, k, v = _blocks(q_BNTH, kv_heads), _rows(k_BKTH), _rows(v_BKTV)
+        q = _blocks(q_BNTH, kv_heads)
+        k = _rows(k_BKTH)
+        v = _rows(v_BKTV)
         y, p = torch.ops.crius.attend.default(q, k, v)
         ctx.save_for_backward(q, k, v, p)
         ctx.kv_heads = kv_heads
@@ -54,7 +56,8 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BNTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        batch, kv_heads = grad_BNTV.shape[0], ctx.kv_heads
+        batch = grad_BNTV.shape[0]
+        kv_heads = ctx.kv_heads
         dq, dk, dv = torch.ops.crius.attend_backward.default(_blocks(grad_BNTV, kv_heads), *ctx.saved_tensors)
         return _from_blocks(dq, batch, kv_heads), *(x.unflatten(0, (batch, kv_heads)) for x in (dk, dv))
 
@@ -116,7 +119,8 @@ def _probabilities(out: Tensor, q: Tensor, k: Tensor, later: Tensor) -> None:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The output in the layout of ``_blocks``, and the kept probabilities."""
-    y, p = q.new_empty(*q.shape[:3], v.shape[2]), q.new_empty(_num_kept(q))
+    y = q.new_empty(*q.shape[:3], v.shape[2])
+    p = q.new_empty(_num_kept(q))
     later = _later(q)
     for block, (keys, part) in enumerate(_parts(p, _of_last_block(q), q)):
         _probabilities(part, q[block], k[:, :keys], later)
@@ -126,9 +130,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``q``, ``k`` and ``v``; ``grad`` is in the layout of ``_blocks``."""
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
     scale = 1 / math.sqrt(q.shape[3])
-    last, buffer = _of_last_block(q), _of_last_block(q)
+    last = _of_last_block(q)
+    buffer = _of_last_block(q)
     _probabilities(last.view(*q.shape[1:3], -1), q[-1], k, _later(q))
     for block, (keys, part) in reversed(list(enumerate(_parts(p, last, q)))):
         ds = buffer[: part.numel()].view(part.shape)

@@ -3,9 +3,13 @@
 import ctypes
 import os
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+# from glibc's malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _TRIM_BYTES = 1 << 30
-_LARGE_BYTES, _MOST_BYTES = 128 << 10, 32 << 20  # size from which a block is mapped alone: glibc's default and maximum
+# size from which a block is mapped alone: glibc's default and maximum
+_LARGE_BYTES = 128 << 10
+_MOST_BYTES = 32 << 20
 _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 

@@ -64,7 +64,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         width = x.shape[-1]
-        x_ND, grad_ND, inverse_N1 = x.reshape(-1, width), grad.reshape(-1, width), inverse.reshape(-1, 1)
+        x_ND = x.reshape(-1, width)
+        grad_ND = grad.reshape(-1, width)
+        inverse_N1 = inverse.reshape(-1, 1)
         product_ND = grad_ND * x_ND
         grad_weight = torch.mv(product_ND.t(), inverse_N1[:, 0]) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:

@@ -179,7 +179,8 @@ def measure(say: Callable[[str], None]) -> Hardware:
 
 def _check(found: Hardware, probe: Probe) -> tuple[str, float]:
     """The plan of ``probe`` and the run, as a line, and how far the slower of the two is from the other."""
-    planned, measured = probe.num_tokens / step_time(probe.workload, found).total, probe.num_tokens / probe.seconds
+    planned = probe.num_tokens / step_time(probe.workload, found).total
+    measured = probe.num_tokens / probe.seconds
     off = f"{planned / measured - 1:+.0%}"
     line = f"check {probe.name}: planned {planned:,.0f} tokens/s, measured {measured:,.0f} ({off})"
     return line, max(planned / measured, measured / planned) - 1
@@ -200,12 +201,14 @@ def _of_kernels(kind: str, speed: float, empty: float, num_gpus: int) -> Hardwar
     prepare(device)
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name, nbytes = properties.name, float(properties.total_memory)
+        name = properties.name
+        nbytes = float(properties.total_memory)
         base = known_gpu(name) or replace(KNOWN["a100-80g"], generation="other", float8_flops=0.0)
         slug = (known_gpu(name) or replace(base, name=name)).name
         base = replace(base, name=f"{slug} (measured)", gpus_per_node=num_gpus, device=name)
     else:
-        name, nbytes = cpu_with_cores(), float(free_host_bytes())
+        name = cpu_with_cores()
+        nbytes = float(free_host_bytes())
         base = replace(KNOWN["cpu"], name=f"{cpu_name()} (measured)", device=name, threads=torch.get_num_threads())
     has_bfloat16 = kind == "cuda" or bool(bfloat16_instructions())
     flops = {

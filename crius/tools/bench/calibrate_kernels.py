@@ -26,7 +26,9 @@ from crius.train.setup import run_kernels
 BUDGET_SECONDS = 1.0
 """Seconds spent on one kind of operation, at least three repetitions."""
 
-_TOKENS, _DIM, _FFN = {"cpu": 512, "cuda": 8192}, {"cpu": 512, "cuda": 4096}, {"cpu": 1536, "cuda": 14_336}
+_TOKENS = {"cpu": 512, "cuda": 8192}
+_DIM = {"cpu": 512, "cuda": 4096}
+_FFN = {"cpu": 1536, "cuda": 14_336}
 _ATTENTION_TOKENS = {"cpu": 512, "cuda": 4096}
 _GATHER_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 _TIMEOUT_SECONDS = 120
@@ -60,7 +62,9 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, is_slow: bool = Fa
 
     ``is_slow``: use few tokens, because a CPU without instructions for ``dtype`` would take seconds for more.
     """
-    tokens, dim, ffn = 32 if is_slow else _TOKENS[device.type], _DIM[device.type], _FFN[device.type]
+    tokens = 32 if is_slow else _TOKENS[device.type]
+    dim = _DIM[device.type]
+    ffn = _FFN[device.type]
     layers = [
         Linear(features_in, features_out, bias=False, device=device, dtype=dtype)
         for features_in, features_out in ((dim, ffn), (ffn, dim))
@@ -76,7 +80,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, is_slow: bool = Fa
 def attention_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of causal attention, forward and backward; the masked half is not counted."""
     heads, dim = (8, 32) if device.type == "cpu" else (32, 128)
-    batch, tokens = 2, _ATTENTION_TOKENS[device.type]
+    batch = 2
+    tokens = _ATTENTION_TOKENS[device.type]
     queries, keys, values = (
         torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )

@@ -200,11 +200,13 @@ def _dcp_load(folder: Path, targets: dict[str, Tensor]) -> None:
 
 
 def _print(rows: list[CheckpointRow], gib: float, folder: Path, as_json: bool) -> None:
-    machine, size = Machine.of(torch.device("cpu")), gib * GIB / 1e9
+    machine = Machine.of(torch.device("cpu"))
+    size = gib * GIB / 1e9
     table = [("", "seconds", "spread", "GB/s", "training waits")]
     results = []
     for row in rows:
-        seconds, rate = row.samples.median, size / row.samples.median
+        seconds = row.samples.median
+        rate = size / row.samples.median
         waits = statistics.median_high(row.blocked)
         results.append({"name": row.name, "gb_per_second": rate, "blocked_seconds": waits, **row.samples.as_dict()})
         table.append((row.name, f"{seconds:.2f}", f"{row.samples.spread:.0%}", f"{rate:.2f}", f"{waits:.2f}"))

@@ -102,7 +102,10 @@ class Turns:
     def __init__(
         self, driver: Driver, warmup: int, facts: Mapping[str, Any], settle: Callable[[], None] = lambda: None
     ) -> None:
-        self._driver, self._warmup, self._facts, self._settle = driver, warmup, facts, settle
+        self._driver = driver
+        self._warmup = warmup
+        self._facts = facts
+        self._settle = settle
         self._step = self._end = 0
         self._asked = 0
         self._began = self._cpu = 0.0
@@ -121,14 +124,17 @@ class Turns:
         if self._step not in (self._warmup, self._end):
             return True
         self._settle()
-        wall, cpu, faults = time.perf_counter() - self._began, cpu_seconds(), page_faults()
+        wall = time.perf_counter() - self._began
+        cpu = cpu_seconds()
+        faults = page_faults()
         if self._step == self._warmup:
             answer = {"ready": True, "losses": losses(), **self._facts}
         else:
             times = {"wall_seconds": wall, "cpu_seconds": cpu - self._cpu, "page_faults": faults - self._faults}
             answer = {"steps": self._asked, **times, "losses": losses()}
         self._driver.answer({**answer, "peak_rss_mib": peak_rss_mib()})
-        self._cpu, self._faults = cpu, faults
+        self._cpu = cpu
+        self._faults = faults
         self._asked = self._driver.order()
         self._end = self._step + self._asked
         self._began = time.perf_counter()

@@ -44,7 +44,8 @@ class DataRow:
 
     def measure(self) -> None:
         """Do the work once more."""
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         self.tokens = self.work()
         self.cpu.seconds.append(time.process_time() - cpu)
         self.wall.seconds.append(time.perf_counter() - wall)

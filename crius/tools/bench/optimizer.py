@@ -176,7 +176,8 @@ def _round(
         row.refusal = f"{package} is not installed; {install_line(REQUIREMENTS.get(package, package))}"
         return
     row.samples.seconds += [seconds_of(built.step, device) for _ in range(TIMED_STEPS)]
-    row.peak_bytes, row.state_bytes = peak.read(), state_bytes(built)
+    row.peak_bytes = peak.read()
+    row.state_bytes = state_bytes(built)
 
 
 def state_bytes(built: torch.optim.Optimizer) -> int:
@@ -187,7 +188,8 @@ def state_bytes(built: torch.optim.Optimizer) -> int:
 def _print(
     config: RunConfig, facts: ModelDescription, rows: list[OptimizerRow], machine: Machine, as_json: bool
 ) -> None:
-    is_gpu, model = machine.device == "cuda", f"{config.model.name}/{config.model.flavor}"
+    is_gpu = machine.device == "cuda"
+    model = f"{config.model.name}/{config.model.flavor}"
     peak_source = "torch.cuda.max_memory_allocated" if is_gpu else "resident set of the process (VmHWM)"
     base = next((row.samples.median for row in rows if row.name == BASELINE and not row.refusal), None)
     record = {

@@ -177,7 +177,8 @@ def make_linear(
     holder = nn.Module()
     holder.linear = nn.Linear(shape.in_features, shape.out_features, bias=False, device="meta", dtype=torch.bfloat16)
     if dense is not None:
-        whole, unit = (shape.out_features, shape.in_features), block(dense)
+        whole = (shape.out_features, shape.in_features)
+        unit = block(dense)
         padded = (-(-whole[0] // unit) * unit, -(-whole[1] // unit) * unit)
         if padded != whole and not dense.pad_inner_dim:
             return None

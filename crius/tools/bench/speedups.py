@@ -50,7 +50,8 @@ class Shape:
             mode: eager or compiled.
             gains_only: convert only if that is faster.
         """
-        high, speedup = self.times[HIGH, mode].median, self.speedup(name, mode)
+        high = self.times[HIGH, mode].median
+        speedup = self.speedup(name, mode)
         low = high if speedup is None or (gains_only and speedup <= 1) else self.times[name, mode].median
         return sum(count * (high if layer in self.kept else low) for layer, count in self.layers.items())
 
@@ -117,7 +118,8 @@ def report(
 ) -> None:
     """Print the table, the totals and the flags, or all as JSON. Emulation recommends nothing."""
     flags = [] if emulated else recommended_flags(shapes, formats, modes[-1])
-    model, degree = f"{config.model.name}/{config.model.flavor}", config.parallelism.tensor_parallel_degree
+    model = f"{config.model.name}/{config.model.flavor}"
+    degree = config.parallelism.tensor_parallel_degree
     record = {
         "verb": "bench quantize",
         "machine": machine.as_dict(),

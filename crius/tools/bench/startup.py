@@ -142,7 +142,8 @@ def _train_rows(config: RunConfig, folder: Path) -> list[StartupRow]:
     """One step of ``config``, as ``crius train`` makes it, in folders that are removed before each start."""
 
     def row(name: str, cache: Path | None, *, is_cold: bool = False) -> StartupRow:
-        run_dir, file = folder / f"run-{name}", folder / f"{name}.toml"
+        run_dir = folder / f"run-{name}"
+        file = folder / f"{name}.toml"
         changes: dict[str, Any] = {"training.steps": 1, "training.epochs": -1, "validation.interval": 0}
         changes |= {"checkpoint": CheckpointConfig(enable=False)}
         changed = replace_fields(config, changes | ({"compile.cache_dir": str(cache)} if cache else {}))

@@ -166,9 +166,12 @@ def _result(
 
 
 def _numbers(outcome: Outcome, base: Outcome) -> dict[str, Any]:
-    facts, wall, cpu = outcome.facts, outcome.samples(), outcome.samples("cpu_seconds")
+    facts = outcome.facts
+    wall = outcome.samples()
+    cpu = outcome.samples("cpu_seconds")
     rate = facts["tokens_per_step"] / wall.median
-    per_rank, peak = rate / facts["num_ranks"], facts["peak_tflops"]
+    per_rank = rate / facts["num_ranks"]
+    peak = facts["peak_tflops"]
     waits = [turn["data_seconds"] / turn["wall_seconds"] for turn in outcome.turns if "data_seconds" in turn]
     return {
         "tokens_per_second": rate,

@@ -83,7 +83,9 @@ class _AllRanks:
     """
 
     def __init__(self, channel: Channel, loop: Loop) -> None:
-        self._channel, self._loop, self._ranks = channel, loop, loop.world
+        self._channel = channel
+        self._loop = loop
+        self._ranks = loop.world
         self._losses: list[tuple[int, float]] = []
         self._waited = self._peak_gib = 0.0
 
@@ -98,12 +100,14 @@ class _AllRanks:
 
     def losses(self) -> list[tuple[int, float]]:
         """Losses of the reports since the last call."""
-        new, self._losses = self._losses, []
+        new = self._losses
+        self._losses = []
         return new
 
     def answer(self, words: Mapping[str, Any]) -> None:
         """See ``Driver``: with CPU seconds and memory of all ranks, and the longest wait for data since the last."""
-        waited, device = self._loop.ledger.seconds.get("data", 0.0), self._ranks.device
+        waited = self._loop.ledger.seconds.get("data", 0.0)
+        device = self._ranks.device
         if device.type == "cuda":
             self._peak_gib = max(self._peak_gib, torch.cuda.max_memory_allocated(device) / GIB)
         own = {key: words.get(key, 0.0) for key in ("cpu_seconds", "peak_rss_mib")}
@@ -123,7 +127,8 @@ class _AllRanks:
 
 def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
     """``loop``, paused between turns, after the usual work at the end of a step."""
-    ranks, together = loop.world, _AllRanks(channel, loop)
+    ranks = loop.world
+    together = _AllRanks(channel, loop)
     if ranks.rank == 0:
         loop.reports.sinks.append(together)
     batch = loop.loader.global_batch_size
@@ -145,7 +150,8 @@ def _held(channel: Channel, warmup: int, loop: Loop) -> Loop:
 
 def check_bare(config: RunConfig, num_ranks: int) -> None:
     """Raise ConfigError if the plain loop cannot compute what ``config`` asks for."""
-    training, dense = config.training, config.quantize.dense
+    training = config.training
+    dense = config.quantize.dense
     asked = {
         f"{num_ranks} ranks": num_ranks > 1,
         f"training.mixed_precision_param {training.mixed_precision_param}": training.mixed_precision_param
@@ -189,7 +195,8 @@ def _run_bare(config: RunConfig, warmup: int, channel: Channel, placement: Place
     batches = _batches(config, sizes, device)
     model = _model(config, device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, schedule = _adamw(config, model), WarmupStableDecay(config.lr_scheduler, config.training.steps)
+    optimizer = _adamw(config, model)
+    schedule = WarmupStableDecay(config.lr_scheduler, config.training.steps)
     chunks = loss_chunks(config, describe_model(config).vocab_size, "cuda" if device.type == "cuda" else "cpu")
     set_up_loss(model, chunks, config)
     set_up_balance(model, config, sizes.total)

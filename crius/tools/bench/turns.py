@@ -95,7 +95,7 @@ def take_turns(
 
     Every other round goes through them in reverse order. A contestant that fails leaves, and the others continue. If
     the first fails, the comparison ends, as the others are compared with it. No process started here outlives this
-    call.
+    call. Returns the results of each, in their order.
 
     Args:
         contestants: at least one; all are in memory at the same time.
@@ -105,12 +105,10 @@ def take_turns(
         turn_seconds: time of a turn.
         total_seconds: time of starts and rounds; a round begins only if one like the longest would end in time.
         say: receives lines about the progress.
-
-    Returns:
-        The results of each, in their order.
     """
     outcomes = [Outcome(contestant.name) for contestant in contestants]
-    begin, longest = time.monotonic(), 0.0
+    begin = time.monotonic()
+    longest = 0.0
     end = begin + total_seconds
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())

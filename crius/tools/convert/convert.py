@@ -153,7 +153,8 @@ def _step(foreign: Foreign, step: int, source: str) -> tuple[int, str]:
     if step >= 0:
         step_name(step)
         return step, "--step"
-    said, origin = step_of(foreign), "as in the source"
+    said = step_of(foreign)
+    origin = "as in the source"
     if said is None:
         match = re.fullmatch(r"(?:global_)?step[-_]?(\d{1,15})", Path(source).absolute().name)
         said, origin = (

@@ -87,7 +87,8 @@ class _Metadata:
         places: dict[tuple[str, Shape | None], Place] = {}
         sizes: dict[str, int] = {}
         for key, value in self._pairs(table):
-            index, info = self._fields(key, f"{_PACKAGE}MetadataIndex"), self._fields(value, _STORAGE_INFO)
+            index = self._fields(key, f"{_PACKAGE}MetadataIndex")
+            info = self._fields(value, _STORAGE_INFO)
             name = check_key(index.get("fqn"), self._where)
             if info.get("transform_descriptors"):
                 raise ValueError("its entries went through an extension such as compression")
@@ -146,7 +147,8 @@ class _Metadata:
         self._spend(len(chunks))
         pieces = []
         for chunk in (self._fields(chunk, f"{_PACKAGE}ChunkStorageMetadata") for chunk in chunks):
-            offset, size = self._shape(chunk.get("offsets")), self._shape(chunk.get("sizes"))
+            offset = self._shape(chunk.get("offsets"))
+            size = self._shape(chunk.get("sizes"))
             place = self.places.get((name, offset))
             if place is None:
                 raise ValueError(f"a part of {name} has no place")

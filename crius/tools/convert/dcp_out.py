@@ -47,7 +47,8 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
     Raises:
         CriusError: the target exists, the source is damaged, or the tensors that were read back differ from it.
     """
-    model, facts = source.weights.model, source.weights.facts
+    model = source.weights.model
+    facts = source.weights.facts
     parts = parts_of(source, {name: in_titan(name) for name in facts.state_names}, dtype)
     if model["name"] in _IN_PAIRS:
         turned = [is_rotated(source.weights.tensors[name], name) for name in facts.state_names]

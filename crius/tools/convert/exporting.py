@@ -38,7 +38,8 @@ TOLERANCE = 1e-5
 """Largest difference of logits in float32, relative to the largest one. Other orders of the same sums give as much;
 another model gives more."""
 
-ROUNDINGS, LIMIT = 3, 1e-3
+ROUNDINGS = 3
+LIMIT = 1e-3
 """Factor for sensitive models, in which rounding alone exceeds the limit. Their float32 logits are compared with their
 own float64 logits, and may be this many times as far from those of transformers, but no further than the limit."""
 
@@ -133,7 +134,8 @@ def open_source(path: str, step: int) -> Source:
     weights = open_weights(path)
     if not weights.saved:
         return Source(weights=weights)
-    manifest, state = weights.saved.manifest, read_state(*weights.saved)
+    manifest = weights.saved.manifest
+    state = read_state(*weights.saved)
     init = {f"source_{key}": value for key, value in state.get("init_from", {}).items()}
     begun = state if state.get("imported") else init
     facts = {
@@ -157,7 +159,8 @@ def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]
         dtype: torch's name of the dtype of floating-point tensors; empty: unchanged, merged ones as their base.
     """
     wanted = TORCH_NAMES[dtype] if dtype else ""
-    parts, newest = [], _Newest()
+    parts = []
+    newest = _Newest()
     for ours, theirs in names.items():
         tensor = source.weights.tensors[ours]
         to = wanted if wanted and tensor.dtype in FLOATS else source.weights.rounds.get(ours, tensor.dtype)
@@ -178,11 +181,14 @@ class _Newest:
     def read(self, tensor: TensorSource, row: int | None) -> memoryview:
         """The bytes of a tensor, or of one of its rows."""
         if row is None or self._tensor is not tensor:
-            self._tensor, self._data = None, memoryview(b"")  # before the next tensor is read
+            # before the next tensor is read
+            self._tensor = None
+            self._data = memoryview(b"")
             data = tensor.read()
             if row is None:
                 return data
-            self._tensor, self._data = tensor, data
+            self._tensor = tensor
+            self._data = data
         size = tensor.num_bytes // tensor.shape[0]
         return self._data[row * size : (row + 1) * size]
 
@@ -226,7 +232,8 @@ def written(
             why="memory, disk or bus changes bits, or the source changed meanwhile; nothing was written",
             fix="export again, and check the machine: its log, its memory, its disk",
         )
-    dtypes, size = sorted({part.dtype for part in parts}), sum(part.num_bytes for part in parts)
+    dtypes = sorted({part.dtype for part in parts})
+    size = sum(part.num_bytes for part in parts)
     return Export(where=target, source=source, tensors=len(parts), dtypes=dtypes, num_bytes=size, **told)
 
 
@@ -242,7 +249,8 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
         CriusError: the target exists, Hugging Face has no such model, the source is damaged, or the written folder
             differs from it: other bits, or other logits.
     """
-    model, facts = source.weights.model, source.weights.facts
+    model = source.weights.model
+    facts = source.weights.facts
     family, names = foreign_names(model["name"], facts.state_names)
     parts = parts_of(source, names, dtype)
     with new_folder(target) as folder:
@@ -280,7 +288,8 @@ def foreign_names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[st
         ConfigError: some tensors have no name there.
     """
     family = families().get(model, HuggingFace(model_type="", architecture=""))
-    names, lacking = {}, []
+    names = {}
+    lacking = []
     for name in ours:
         try:
             names[name] = family.translated(name)
@@ -307,7 +316,9 @@ def write_parts(folder: Path, parts: Sequence[Part], stem: str = "model", most: 
     """
     by_name = {part.key: part for part in parts}
     groups = shares(by_name, by_name, most or SHARD_BYTES)
-    disk, where, hashes = open_disk(str(folder)), dict[str, str](), {}
+    disk = open_disk(str(folder))
+    where = dict[str, str]()
+    hashes = {}
     disk.prepare(_WRITTEN)
     for number, keys in enumerate(groups, start=1):
         name = f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}" if len(groups) > 1 else f"{stem}{SUFFIX}"
@@ -365,7 +376,8 @@ def compared(job: Mapping[str, Any]) -> str:
         named = f'tokenizer_config.json next to {job["tokenizer"]}: "tokenizer_class": "PreTrainedTokenizerFast"'
         raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class differs", named)
     scale = found["largest"] or 1.0
-    share, rounding = found["difference"] / scale, found["rounding"] / scale
+    share = found["difference"] / scale
+    rounding = found["rounding"] / scale
     told = f"max difference {share:.1e} x max |logit| {found['largest']:.3g} from {found['version']}"
     limit = max(TOLERANCE, min(ROUNDINGS * rounding, LIMIT))
     if not share <= limit:

@@ -53,7 +53,9 @@ _SPLITS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Rules that split a text before its bytes are merged, by ``tokenizer.ggml.pre``, in the form of tokenizer.json."""
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+# of tokenizer.ggml.token_type
+_CONTROL = 3
+_USER_DEFINED = 4
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,14 @@ def _source(tensor: Any, shape: tuple[int, ...], dequantized: Callable[[], Any],
 
 def _tokenizer(fields: dict[str, Any], template: str) -> tuple[dict[str, str], str]:
     """tokenizer.json and tokenizer_config.json with the facts in the fields of a file, and a note."""
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
+    kind = fields.get("tokenizer.ggml.model")
+    pre = fields.get("tokenizer.ggml.pre", "default")
     if kind is None:
         return {}, "none: the file has none"
     if kind != "gpt2" or pre not in _SPLITS:
         return {}, f"none: Crius cannot build the file's kind, {str(kind)[:40]} with {str(pre)[:40]}"
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    tokens = fields["tokenizer.ggml.tokens"]
+    kinds = fields["tokenizer.ggml.token_type"]
     added: list[dict[str, Any]] = [
         dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         | {"id": number, "content": token, "special": kind == _CONTROL}

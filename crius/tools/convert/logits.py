@@ -67,7 +67,8 @@ def compare(
             loaded, version = _adapted(loaded, folder)
         difference = float((ours - loaded.eval()(tokens).logits).abs().max())
         del loaded
-        largest, rounding = float(ours.abs().max()), 0.0
+        largest = float(ours.abs().max())
+        rounding = 0.0
         if difference > tolerance * largest and free_host_bytes() > 10 * described(model).num_parameters:
             rounding = float((ours - _ours(sources, model, tokens, torch.float64)).abs().max())
     return {
@@ -105,7 +106,8 @@ def _ours(sources: Mapping[str, TensorSource], model: dict[str, Any], tokens: Te
 def _differing(folder: Path, tokenizer: TokenizerConfig) -> list[str]:
     if not (folder / "tokenizer.json").exists():
         return []
-    own, theirs = build_tokenizer(tokenizer), transformers.AutoTokenizer.from_pretrained(folder)
+    own = build_tokenizer(tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
     return [text for text in TEXTS if own.encode(text).tolist() != theirs(text, add_special_tokens=False).input_ids]
 
 

@@ -29,7 +29,9 @@ from crius.tools.convert.model_card import model_card
 from crius.tools.convert.new_folder import new_folder
 from crius.tools.convert.tokenizer_out import write_tokenizer
 
-_CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
+_CONFIG = "adapter_config.json"
+_STEM = "adapter_model"
+_PREFIX = "base_model.model."
 _ONE_FILE = 1 << 62
 """Bytes of a file: PEFT reads one file of any size."""
 
@@ -46,7 +48,8 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
         CriusError: the source has no adapters, the target exists, Hugging Face has no such model, the source is
             damaged, or the written folder differs from it: other bits, or other logits.
     """
-    weights, adapters = source.weights, source.weights.adapters
+    weights = source.weights
+    adapters = source.weights.adapters
     if adapters is None:
         raise ConfigError(
             f"{weights.origin} has no adapters.",

@@ -59,7 +59,10 @@ class _Window(io.RawIOBase):
     """
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
+        self._file = file
+        self._begin = begin
+        self._length = length
+        self._at = 0
 
     def seekable(self) -> bool:
         return True
@@ -185,7 +188,8 @@ class Archive:
             num_bytes = numel * ITEMSIZE.get(dtype, 0)
         if dtype not in ITEMSIZE or member not in self._members or self._members[member].file_size != num_bytes:
             raise ValueError("its tensor has a storage that is not in the archive")
-        shape, strides = check_shape(_sizes(shape), self._where), check_shape(_sizes(strides), self._where)
+        shape = check_shape(_sizes(shape), self._where)
+        strides = check_shape(_sizes(strides), self._where)
         (start,) = check_shape((start,), self._where)
         capacity = num_bytes // ITEMSIZE[dtype]
         if len(shape) != len(strides) or math.prod(shape) > capacity:
@@ -201,7 +205,8 @@ class Archive:
         Raises:
             CheckpointError: the checksum differs.
         """
-        info, itemsize = self._members[tensor.member], ITEMSIZE[tensor.dtype]
+        info = self._members[tensor.member]
+        itemsize = ITEMSIZE[tensor.dtype]
         data = bytearray(info.file_size)
         with self._refusing(), self._zip.open(info) as stream:
             at = 0

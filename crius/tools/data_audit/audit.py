@@ -83,7 +83,8 @@ class Audit:
 
     def lines(self) -> list[str]:
         """The result as text."""
-        samples, crossed = self.end_sample - self.first_sample, self.epochs_crossed
+        samples = self.end_sample - self.first_sample
+        crossed = self.epochs_crossed
         span = f" ({self.first_sample:,} to {self.end_sample - 1:,})" if samples else ""
         epoch = "of unknown length" if crossed is None else f"{crossed} crossed (of {self.epoch_samples:,} samples)"
         lines = [
@@ -148,11 +149,13 @@ def audit(run_dir: Path) -> Audit:
         for rank, log in logs.items()
         for attempt in sorted(set(log.ranges) - known)
     ]
-    kept, audited = [], []
+    kept = []
+    audited = []
     for place, start in enumerate(attempts):
         limit = min((later.after for later in attempts[place + 1 :]), default=None)
         rows = _gather(start, logs)
-        steps, ranks = rows[:, 0], rows[:, -1]
+        steps = rows[:, 0]
+        ranks = rows[:, -1]
         done, missing = _complete_steps(start, steps, ranks, limit)
         problems += missing
         kept.append(_Kept(start.attempt, *rows[steps <= done].T))
@@ -307,16 +310,19 @@ Span = tuple[int, int, int]
 
 def _coverage(kept: list[_Kept], first: int, end: int) -> tuple[int, list[Span], list[Span]]:
     """The end of the expected samples, and the spans of samples that were repeated or skipped."""
-    starts, stops = [np.array([], dtype=np.int64)], [np.array([], dtype=np.int64)]
+    starts = [np.array([], dtype=np.int64)]
+    stops = [np.array([], dtype=np.int64)]
     for attempt in kept:
         for ids in _ids(attempt):
             while ids.size:
                 is_new = np.append(True, ids[1:] != ids[:-1])
-                once, ids = ids[is_new], ids[~is_new]
+                once = ids[is_new]
+                ids = ids[~is_new]
                 breaks = np.flatnonzero(np.diff(once) != 1)
                 starts.append(once[np.append(0, breaks + 1)])
                 stops.append(once[np.append(breaks, -1)] + 1)
-    begin, finish = np.concatenate(starts), np.concatenate(stops)
+    begin = np.concatenate(starts)
+    finish = np.concatenate(stops)
     end = max(end, int(finish.max(initial=first)))
     first = min(first, int(begin.min(initial=first)))
     points = np.unique(np.concatenate((begin, finish, [first, end])))

@@ -102,7 +102,8 @@ def _check_same_data(corpus: Corpus, run_dir: Path | None, attempt: Attempt | No
 
 def _from_stream(corpus: Corpus, samples: Sequence[int]) -> dict[int, list[ShownDocument]]:
     """Documents of a stream, which is read from its start: the samples of a shard come in order."""
-    source, found = corpus.train, dict[int, list[ShownDocument]]()
+    source = corpus.train
+    found = dict[int, list[ShownDocument]]()
     for shard in sorted({sample % source.num_shards for sample in samples}):
         wanted = {sample for sample in samples if sample % source.num_shards == shard}
         for sample in range(shard, max(wanted) + 1, source.num_shards):

@@ -58,7 +58,9 @@ class Extrapolation:
     """
 
     def __init__(self, measure: Measure, config: RunConfig, model: ModelDescription, *, full: bool = False) -> None:
-        self._measure, self._full, self._alike = measure, full, blocks_are_alike(config, model)
+        self._measure = measure
+        self._full = full
+        self._alike = blocks_are_alike(config, model)
         self._has_trees = config.training.reproducible  # their counts of microbatches are powers of two
         self._known: dict[tuple[tuple[str, ...], int, int], Values] = {}
         self.blocks: set[int] = set()

@@ -67,7 +67,8 @@ class _Bench:
     def step(self, batch: Batch, runner: Runner) -> Values:
         """Records of a step of ``runner``, with the update as the guard of the real run makes it."""
         self.recorder.phase("begin")
-        layout, max_norm = self.job.mesh.layout, self.job.config.training.max_norm
+        layout = self.job.mesh.layout
+        max_norm = self.job.config.training.max_norm
         train_step(1, batch, runner, self.gradients, self.job.ranks, layout, max_norm)
         self.recorder.phase("optimizer")
         self.optimizer.step()
@@ -139,7 +140,9 @@ class _WatchedSync(GradientSync):
 
     def __init__(self, bench: _Bench, num_microbatches: int) -> None:
         super().__init__(bench.model, bench.job.config.parallelism, bench.job.config.training, bench.job.mesh)
-        self._recorder, self._count, self._started = bench.recorder, num_microbatches, 0
+        self._recorder = bench.recorder
+        self._count = num_microbatches
+        self._started = 0
 
     def start_microbatch(self, is_last: bool) -> None:
         self._recorder.phase("forward", self._started, self._count)
@@ -186,7 +189,8 @@ def measure_whole(
         batch = _batch(job, num_microbatches * job.sizes.local, bench.recorder)
         sync = _WatchedSync(bench, num_microbatches)
         runner = _WatchedAccumulation(bench.model, sync, job.sizes.local)
-        runner.recorder, runner.sync = bench.recorder, sync
+        runner.recorder = bench.recorder
+        runner.sync = sync
         return bench.step(batch, runner)
 
 
@@ -194,7 +198,10 @@ class _StageRunner:
     """One stage of a pipeline over its microbatches: each forward with its backward, then the gradient sync."""
 
     def __init__(self, stage: PipelineStage, job: Job, recorder: Recorder, *, splits: bool) -> None:
-        self._stage, self._job, self._recorder, self._splits = stage, job, recorder, splits
+        self._stage = stage
+        self._job = job
+        self._recorder = recorder
+        self._splits = splits
 
     def forward_backward(self, batch: Batch, valid_tokens: Tensor) -> Tensor:
         """See ``crius.train.step.Runner``."""
@@ -211,7 +218,8 @@ class _StageRunner:
         return torch.zeros(len(parts), dtype=torch.float64)
 
     def _microbatch(self, part: Batch, valid_tokens: Tensor, number: int, count: int) -> None:
-        stage, timeline = self._stage, self._recorder.timeline
+        stage = self._stage
+        timeline = self._recorder.timeline
         source = part.tokens_BT
         if not stage.is_first:
             dtype = getattr(torch, self._job.config.training.mixed_precision_param)

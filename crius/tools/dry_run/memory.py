@@ -53,7 +53,10 @@ class _Life:
     __slots__ = ("born", "died", "nbytes", "storage")
 
     def __init__(self, storage: _Storage, nbytes: int, born: int) -> None:
-        self.storage, self.nbytes, self.born, self.died = storage, nbytes, born, -1
+        self.storage = storage
+        self.nbytes = nbytes
+        self.born = born
+        self.died = -1
 
 
 class Timeline:
@@ -93,7 +96,9 @@ class Timeline:
 
     def peaks(self) -> Iterator[tuple[tuple[str, ...], Bytes, Bytes]]:
         """For each segment its label, the live bytes when it began, and the live bytes at its peak."""
-        now, lives = self.now, list(self._lives)  # a thread that sends may free a storage meanwhile
+        # a thread that sends may free a storage meanwhile
+        now = self.now
+        lives = list(self._lives)
         events: list[tuple[int, str]] = [(0, "temporaries")] * now
         for life in lives:
             kind = life.storage.kind or "temporaries"
@@ -111,7 +116,8 @@ class Timeline:
                 living[kind] += nbytes
                 total += nbytes
                 if total > most:
-                    most, peak = total, Counter(living)
+                    most = total
+                    peak = Counter(living)
             yield label, start, peak
 
     @contextmanager

@@ -26,7 +26,8 @@ from crius.tools.dry_run.memory import Bytes, Timeline
 _SHAPE_QUESTION = "_propagate_tensor_meta_non_cached"  # the uncached part
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
-_ATTENTION, _VARLEN = "_scaled_dot_product_", "torch_attn::_varlen_attn"
+_ATTENTION = "_scaled_dot_product_"
+_VARLEN = "torch_attn::_varlen_attn"
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "recv")
 
@@ -122,7 +123,9 @@ class Recorder(TorchDispatchMode):
         elif self._phase == "weight":  # storages that outlive both halves: FSDP sums gradients in the first
             self.timeline.mark_living("gradients", self._before, over="activations")
         self._before = self._began
-        self._phase, self._microbatch, self._began = name, (microbatch, count), self.timeline.now
+        self._phase = name
+        self._microbatch = (microbatch, count)
+        self._began = self.timeline.now
         self.block("head")
 
     def block(self, name: str) -> None:
@@ -190,7 +193,9 @@ def _formula(func: torch._ops.OpOverload) -> Formula:
 
 def _attention(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False), **kwargs)
-    query, key, value = named["query"], named["key"], named["value"]
+    query = named["query"]
+    key = named["key"]
+    value = named["value"]
     if func._schema.name.startswith(_VARLEN):  # documents are taken for whole sequences
         query, key, value = (x.unflatten(0, (-1, named["max_q"])).transpose(1, 2) for x in (query, key, value))
     (*batch, queries, width), keys = query.shape, key.shape[-2]
@@ -204,7 +209,8 @@ def _attention(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappi
 
 def _grouped(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     """FLOPs of a grouped matmul: every row of the ragged operand is multiplied once, in any group."""
-    left, right = args[0], args[1]
+    left = args[0]
+    right = args[1]
     if left.dim() == 2 and right.dim() == 2:  # ragged inner dim: a weight gradient for each group
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return 2 * int(result.numel()) * left.shape[-1]

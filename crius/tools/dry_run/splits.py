@@ -26,7 +26,9 @@ class Oracle:
     """
 
     def __init__(self, rank: int, ranks: int, imbalance: float) -> None:
-        self._rank, self._ranks, self._imbalance = rank, ranks, imbalance
+        self._rank = rank
+        self._ranks = ranks
+        self._imbalance = imbalance
 
     def __call__(self, splits: Tensor, rows: int) -> list[list[int]]:
         """See ``crius.parallel.expert.read_splits``."""

@@ -31,7 +31,8 @@ def pipeline(
         groups: name of each process group to its axis.
         extrapolate: whether to extrapolate from a few blocks to many.
     """
-    parallelism, count = job.config.parallelism, job.sizes.accumulation
+    parallelism = job.config.parallelism
+    count = job.sizes.accumulation
     modules = run_modules(job.config, job.facts)
     total = num_stages(parallelism)
     split = split_stages(modules, total, parallelism)
@@ -39,14 +40,16 @@ def pipeline(
     splits = any(action.kind in "IW" for row in timeline.order for action in row)
 
     def measure(names: Sequence[str], _: int) -> Values:
-        first, last = modules[0].name in names, modules[-1].name in names
+        first = modules[0].name in names
+        last = modules[-1].name in names
         return measure_stage(job, names, 0 if first else total - 1 if last else 1, total, groups, splits=splits)
 
     extrapolation = Extrapolation(measure, job.config, job.facts, full=not extrapolate)
     found = [extrapolation.of(names, 1) for names in split]
     held = placement(parallelism)
     rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
-    reports, received = [], {}
+    reports = []
+    received = {}
     for index, (names, values) in enumerate(zip(split, found, strict=True)):
         others = [side for side in (index - 1, index + 1) if 0 <= side < total and rank_of[side] != rank_of[index]]
         received[index] = len(others) * count * hidden_bytes(job)
@@ -151,10 +154,12 @@ def walk(actions: Sequence[Action], stages: Mapping[int, Values], buffers: int, 
     for values in stages.values():
         update.update(_cost(values, ("optimizer", "0"), ("end", "0"))[0])
     steps.append(("optimizer", update, Counter()))
-    peak, moment = Counter(living), "begin"
+    peak = Counter(living)
+    moment = "begin"
     for name, needed, left in steps:
         if living.total() + needed.total() > peak.total():
-            peak, moment = Counter(living), name
+            peak = Counter(living)
+            moment = name
             peak.update(needed)
         living.update(left)
     return peak, moment

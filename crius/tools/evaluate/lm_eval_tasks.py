@@ -161,7 +161,8 @@ def _answers(source: Source, encoder: Encoder, prompts: Sequence[tuple[str, Mapp
         asked = prompts[order[0]][1]
         batch = [number for number in order[:_BATCH] if prompts[number][1] == asked]
         order = order[len(batch) :]
-        until, samples = asked.get("until") or (), bool(asked.get("do_sample", False))
+        until = asked.get("until") or ()
+        samples = bool(asked.get("do_sample", False))
         generation = Generation(
             max_new_tokens=int(asked.get("max_gen_toks", _MAX_NEW_TOKENS)),
             temperature=float(asked.get("temperature", 1.0)) if samples else 0.0,

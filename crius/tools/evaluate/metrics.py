@@ -83,7 +83,8 @@ def _choice(document: Document, scores: Sequence[Score], length: Callable[[str],
 
 def _share(hits: Sequence[bool]) -> Figure:
     """A share with the interval of Wilson (1927), which is valid for few documents and for shares near 0 and 1."""
-    count, share = len(hits), sum(hits) / len(hits)
+    count = len(hits)
+    share = sum(hits) / len(hits)
     middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z / (1 + Z**2 / count) * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
     return Figure(share, max(0.0, middle - half), min(1.0, middle + half))
@@ -91,7 +92,9 @@ def _share(hits: Sequence[bool]) -> Figure:
 
 def _ratio(rows: Sequence[tuple[float, int]]) -> Figure:
     """Ratio of two sums over documents, with an interval by the delta method if there are at least two documents."""
-    above, below, count = math.fsum(row[0] for row in rows), sum(row[1] for row in rows), len(rows)
+    above = math.fsum(row[0] for row in rows)
+    below = sum(row[1] for row in rows)
+    count = len(rows)
     value = above / below
     if count < 2:
         return Figure(value, value, value)

@@ -22,7 +22,8 @@ from crius.tools.evaluate.tasks import Document, Request, Task
 from crius.tools.generate.settings import Settings as SourceSettings
 from crius.tools.generate.source import Source, read_source
 
-_CPU_TOKENS, _GPU_TOKENS = 256, 16384
+_CPU_TOKENS = 256
+_GPU_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,9 @@ class _Progress:
     """A line on a terminal with the progress and the remaining time."""
 
     def __init__(self, total: int, already: int) -> None:
-        self._total, self._already, self._began = total, already, time.monotonic()
+        self._total = total
+        self._already = already
+        self._began = time.monotonic()
         self._is_shown = sys.stderr.isatty()
 
     def show(self, done: int) -> None:

@@ -122,7 +122,8 @@ def _target_scores(model: Decoder, hidden_ND: Tensor, targets_N: Tensor) -> tupl
     each log-probability up by about 8e-6 nats there.
     """
     size = max(1, _LOGIT_BYTES // (4 * model.config.vocab_size))
-    log_probs, is_greedy = [], []
+    log_probs = []
+    is_greedy = []
     for hidden, targets in zip(hidden_ND.split(size), targets_N.split(size), strict=True):
         logits_NV = model.output(hidden).float()
         is_greedy.append(logits_NV.argmax(1) == targets)

@@ -225,7 +225,8 @@ def _of_requests(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[set[Kin
     """Documents of a file of the package: one line per choice; the choices of a document share its ``doc_id``."""
     groups: dict[int, list[tuple[Request, object]]] = {}
     for where, row in rows:
-        request, number = row["request"], row.get("doc_id")
+        request = row["request"]
+        number = row.get("doc_id")
         texts = [str(request[key]) for key in Request._fields if _is_text(request, key)]
         if len(texts) != len(Request._fields) or not texts[1] or type(number) is not int:
             fix = '{"doc_id": 0, "request": {"context": ..., "continuation": ...}, "label": 0}'

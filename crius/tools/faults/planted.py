@@ -96,7 +96,8 @@ class PlantedFaults:
         Raises:
             ConfigError: a fault is not understood, or never happens.
         """
-        steps, attempt = config.training.steps, placement.attempt
+        steps = config.training.steps
+        attempt = placement.attempt
         self._faults = read_faults(os.environ, steps, placement.world_size, attempt)
         with planted_in_process(self._faults, placement.rank, attempt):
             yield

@@ -170,7 +170,8 @@ def _print_batch(
             _write(one.text)
         _write("\n")
     reasons = ", ".join(dict.fromkeys(one.finish_reason for one in answers))
-    count, speed = sum(len(one.tokens) for one in answers), sum(one.tokens_per_second for one in answers)
+    count = sum(len(one.tokens) for one in answers)
+    speed = sum(one.tokens_per_second for one in answers)
     when = f", first one {times[0]:.1f} s after the start" if first == 0 else ""
     sys.stderr.write(f"({count} tokens, ended by {reasons}, {speed:,.1f} tokens/s{when})\n")
     return answers

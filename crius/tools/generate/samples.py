@@ -17,7 +17,9 @@ from crius.tools.generate.settings import Settings
 SAMPLES = "samples.jsonl"
 """Name of the file in a run folder."""
 
-MOST_SAMPLES, MOST_OF_COMMAND, MOST_CHARACTERS = 100, 8, 4_000
+MOST_SAMPLES = 100
+MOST_OF_COMMAND = 8
+MOST_CHARACTERS = 4_000
 """Most lines of the file, most answers that are kept of one command, and most characters of a prompt or answer."""
 
 _KEPT = ("chat", "temperature", "top_k", "top_p", "seed")

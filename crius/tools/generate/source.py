@@ -78,7 +78,8 @@ class Source:
         Raises:
             EnvironmentError: they do not.
         """
-        config, weight = self.facts.config, self.model.tok_embeddings.weight
+        config = self.facts.config
+        weight = self.model.tok_embeddings.weight
         heads = max(1, config.num_kv_heads // self.ranks)
         needed = 2 * config.num_layers * batch * tokens * heads * config.head_dim * weight.element_size()
         free = torch.cuda.mem_get_info()[0] if weight.is_cuda else free_host_bytes()
@@ -193,7 +194,8 @@ def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Toke
                 fix="leave out --chat, or put a chat_template.jinja next to its tokenizer.json",
             )
         )
-    ranks, config = settings.ranks, facts.config
+    ranks = settings.ranks
+    config = facts.config
     for name in ("num_heads", "ffn_dim") if facts.dense[0] else ("num_heads",):  # experts are not split
         if getattr(config, name) % ranks:
             problems.append(_indivisible(f"{name} {getattr(config, name)}", ranks))

@@ -25,11 +25,13 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+        self._tokenizer = tokenizer
+        self._stops = stops
         self._ids = self._end_of(prompt[-_CONTEXT - _LONGEST :])
         self._told = len(self._ids)
         self._held = ""
-        self.text, self.is_stopped = "", False
+        self.text = ""
+        self.is_stopped = False
 
     def push(self, token_id: int) -> str:
         """New text after one more id; empty while a character, or a possible stop text, is incomplete."""
@@ -44,7 +46,8 @@ class TextStream:
     def finish(self) -> str:
         """The text that was held back, when no more ids come."""
         given = "" if self.is_stopped else self._give(self._new())
-        rest, self._held = ("" if self.is_stopped else self._held), ""
+        rest = "" if self.is_stopped else self._held
+        self._held = ""
         self.text += rest
         return given + rest
 
@@ -64,10 +67,12 @@ class TextStream:
         places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
             self.is_stopped = True
-            given, self._held = self._held[: min(places)], ""
+            given = self._held[: min(places)]
+            self._held = ""
         else:
             keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-            given, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            given = self._held[: len(self._held) - keep]
+            self._held = self._held[len(self._held) - keep :]
         self.text += given
         return given
 

@@ -85,7 +85,8 @@ class Comparison:
 
     def _curve_lines(self) -> list[str]:
         head = ["compared", "part at", "values", "difference", "largest", "at"]
-        rows, notes = [[f"curves against {self.names[0]}, tolerance {self.tolerance:g}:", *head]], []
+        rows = [[f"curves against {self.names[0]}, tolerance {self.tolerance:g}:", *head]]
+        notes = []
         for name, losses, sets in zip(self.names[1:], self.losses, self.validations, strict=True):
             labels = {"loss": losses} | {f"validation {label}".strip(): found for label, found in sets.items()}
             rows += [[f"  {name}: {label}", *_told(curves)] for label, curves in labels.items()]
@@ -269,7 +270,8 @@ def _told(curves: Curves) -> list[str]:
         return ["no common step", *"-----"]
     start, end = curves.range
     compared = f"{curves.num_steps} steps, {start} to {end}" if start < end else f"step {start}"
-    parts, largest = ["never", "-", "-"], [_amount(curves.largest), f"step {curves.largest.step}"]
+    parts = ["never", "-", "-"]
+    largest = [_amount(curves.largest), f"step {curves.largest.step}"]
     if point := curves.parts:
         parts = [f"step {point.step}", f"{_loss(point.first)} and {_loss(point.other)}", _amount(point)]
     return [compared, *parts, *largest]

@@ -37,7 +37,8 @@ def common_points(first: Columns, other: Columns, name: str) -> list[Point]:
 
 def relative(first: Any, other: Any) -> float:
     """``|a - b| / max(|a|, |b|)``; infinite if ``a`` or ``b`` is missing, not a number or not finite."""
-    a, b = finite(first), finite(other)
+    a = finite(first)
+    b = finite(other)
     if a is None or b is None:
         return math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))

@@ -86,7 +86,9 @@ def _read(path: Path) -> RunHistory:
     if not any((path / mark).exists() for mark in MARKS):
         what = "does not exist" if not path.exists() else f"is not a run folder: it has no {' and no '.join(MARKS)}"
         raise ConfigError(f"{path} {what}.", where="command line", fix="give the folder of a run, e.g. runs/NAME")
-    steps, sets, num_damaged = _Rows(), dict[str, _Rows](), 0
+    steps = _Rows()
+    sets = dict[str, _Rows]()
+    num_damaged = 0
     for record in json_records(path / "metrics.jsonl"):
         num_damaged += record is None
         if record and "loss" in record:

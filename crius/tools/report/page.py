@@ -19,7 +19,8 @@ from crius.tools.report.payload import payload
 REPORT = "report.html"
 """Name of the report in a run folder."""
 
-_TITLE, _HEAD = " - Crius report</title>", 1 << 13
+_TITLE = " - Crius report</title>"
+_HEAD = 1 << 13
 """End of the title of a report, and the number of first bytes of the file that have it."""
 
 

@@ -22,13 +22,16 @@ SHOWN = (
 )
 """Fields of a record of steps that have a curve."""
 
-MOST_POINTS, ALL_POINTS = 2_000, 60_000
+MOST_POINTS = 2_000
+ALL_POINTS = 60_000
 """Most points of one curve, and of all curves of a report: together 1 MB."""
 
 MOST_RESTARTS = 200
 """Most restarts of one run; the newest restarts are shown."""
 
-MOST_INCIDENTS, INCIDENT_CHARACTERS, MOST_ROWS = 40, 12_000, 8
+MOST_INCIDENTS = 40
+INCIDENT_CHARACTERS = 12_000
+MOST_ROWS = 8
 """Most incidents of a report, characters of an incident's text, and rows of an incident's table."""
 
 MOST_SAMPLES = 24
@@ -74,11 +77,13 @@ def clean(value: Any) -> Any:
 
 
 def _run(run: RunHistory, name: str, most: int, num_runs: int) -> dict[str, Any]:
-    steps, numbers = run.steps.get("step", []), len(run.steps.get("step", []))
+    steps = run.steps.get("step", [])
+    numbers = len(run.steps.get("step", []))
     curves = {key: curve(steps, run.steps[key]) for key in SHOWN if key in run.steps}
     curves = {key: found for key, found in curves.items() if any(value is not None for value in found[1])}
     sets = {key: curve(found["step"], found["val_loss"]) for key, found in run.validations.items()}
-    incidents, most_incidents = list(_incidents(run.incidents)), max(1, MOST_INCIDENTS // num_runs)
+    incidents = list(_incidents(run.incidents))
+    most_incidents = max(1, MOST_INCIDENTS // num_runs)
     summary = whole_summary(run)
     return {
         "name": name,
@@ -165,11 +170,13 @@ def _changed(run: RunHistory) -> list[dict[str, Any]]:
 
 def _restarts(run: RunHistory) -> list[dict[str, Any]]:
     """The starts after the first one. A start after a failure has the costs of its recovery."""
-    left, found = list(run.recoveries), []
+    left = list(run.recoveries)
+    found = []
     for start in run.starts[1:]:
         row = {key: start.get(key) for key in ("time", "step", "layout", "host", "device")}
         for recovery in left:
-            done, again = finite(recovery.get("step")), finite(recovery.get("steps_again"))
+            done = finite(recovery.get("step"))
+            again = finite(recovery.get("steps_again"))
             if done is not None and again is not None and start.get("step") == done - 1 - again:
                 row |= {"failed_step": done, "steps_again": again, "seconds": finite(recovery.get("seconds"))}
                 left.remove(recovery)

@@ -15,7 +15,8 @@ from crius.launch.lock import holder_of
 from crius.table import aligned
 from crius.tools.report.history import MARKS, RunHistory, finite, read_json
 
-_TAIL, _LONG_TAIL = 1 << 16, 1 << 20
+_TAIL = 1 << 16
+_LONG_TAIL = 1 << 20
 _FAR = 1e12  # seconds: unknown; files from the future have an age of 0
 
 
@@ -122,10 +123,13 @@ def run_row(path: Path, name: str = "") -> RunRow:
 def _row(path: Path, name: str) -> RunRow:
     if not is_run(path):
         return RunRow(name=name, state=RunState("not started"))
-    metrics, text = path / "metrics.jsonl", _text(path / "run.toml")
-    training, checkpoint = _section(text, "training"), _section(text, "checkpoint")
+    metrics = path / "metrics.jsonl"
+    text = _text(path / "run.toml")
+    training = _section(text, "training")
+    checkpoint = _section(text, "checkpoint")
     lines = _tail(metrics, _TAIL)
-    last, summary = _last(lines, "loss"), read_json(path / "summary.json") or {}
+    last = _last(lines, "loss")
+    summary = read_json(path / "summary.json") or {}
     validation = _first_set(lines)
     if validation is None and _section(text, "validation").get("interval"):
         validation = _first_set(_tail(metrics, _LONG_TAIL))
@@ -148,7 +152,8 @@ def _row(path: Path, name: str) -> RunRow:
 
 def history_state(run: RunHistory) -> RunState:
     """The state of a run whose files have been read."""
-    steps, starts = run.steps.get("step"), run.starts
+    steps = run.steps.get("step")
+    starts = run.starts
     saves = run.settings.get("checkpoint.enable") is not False
     last = steps[-1] if steps else None
     return state_of(run.path, run.summary or {}, last, starts[-1] if starts else {}, saves=saves)
@@ -168,7 +173,8 @@ def state_of(
     """
     if (holder_of(path) or {}).get("command") == "train":
         return RunState("running")
-    done, begun = _whole(summary.get("steps")), finite(start.get("time"))
+    done = _whole(summary.get("steps"))
+    begun = finite(start.get("time"))
     errors = {file: read_json(file) or {} for file in (path / "logs").glob("rank-*.error.json")}
     if done is not None and done >= (step or 0):
         # a run that resumed and then failed still has its old summary

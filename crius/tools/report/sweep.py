@@ -50,7 +50,8 @@ def plan_trials(flags: Sequence[str]) -> tuple[Path, list[Trial]]:
     Raises:
         ConfigError: no setting has several values, or a value is empty or given twice.
     """
-    fixed, axes = list[str](), dict[str, list[str]]()
+    fixed = list[str]()
+    axes = dict[str, list[str]]()
     run_dir = name_of_sweep = ""
     for name, value, words in _pairs(flags):
         values = _values(name, value)
@@ -72,7 +73,8 @@ def plan_trials(flags: Sequence[str]) -> tuple[Path, list[Trial]]:
     labels = leaves if len(set(leaves)) == len(leaves) else list(axes)
     digest = hashlib.sha256(json.dumps([_by_name(fixed), axes]).encode()).hexdigest()[:8]
     folder = Path(run_dir or Path("runs") / (name_of_sweep or plain_name("-".join(["sweep", *leaves, digest]))))
-    trials, taken = list[Trial](), set[str]()
+    trials = list[Trial]()
+    taken = set[str]()
     for chosen in itertools.product(*axes.values()):
         name = plain_name("_".join(part for pair in zip(labels, chosen, strict=True) for part in pair))
         name = f"{name}_{len(trials)}" if name in taken else name

@@ -128,10 +128,15 @@ class Killer:
     """
 
     def __init__(self, draws: Sequence[Draw], starts: Sequence[Start], folder: Path) -> None:
-        self._draws, self._starts, self._folder = draws, starts, folder
+        self._draws = draws
+        self._starts = starts
+        self._folder = folder
         self.pace = Pace(0.0, 0.0)
         self._samples = samples_path(folder, 0)
-        self._size, self._from, self._delay, self._rank = 0, 0.0, math.inf, 0
+        self._size = 0
+        self._from = 0.0
+        self._delay = math.inf
+        self._rank = 0
         self._timer: threading.Timer | None = None
         self.started: list[Start] = []
         self.num_cold = sum(draw.is_cold for draw in draws)
@@ -157,14 +162,17 @@ class Killer:
         draw = self._draws[number]
         start = pick(self._starts, draw.start)
         self.started.append(start)
-        self._size, self._from, self._delay = self._logged(), time.monotonic(), math.inf
+        self._size = self._logged()
+        self._from = time.monotonic()
+        self._delay = math.inf
         if number == self.num_kills:
             return start.config, start.num_ranks, ""
         self._rank = pick(range(start.num_ranks), draw.rank)
         first, last = self._span(number, start.config.training.steps)
         if draw.is_cold:
             shutil.rmtree(start.config.compile.cache_dir, ignore_errors=True)
-            self._from, self._delay = math.inf, draw.place * self.pace.compile
+            self._from = math.inf
+            self._delay = draw.place * self.pace.compile
             place = f"step={first},phase=optimizer"  # in case the machine is faster now
         elif draw.is_timed:
             if draw.place < START_SHARE:
@@ -213,7 +221,8 @@ class Killer:
 
 def _place(draw: Draw, first: int, last: int, config: RunConfig) -> str:
     """Phase and step of a planted kill."""
-    interval, steps = config.checkpoint.interval, config.training.steps
+    interval = config.checkpoint.interval
+    steps = config.training.steps
     saves = [step for step in range(first, last + 1) if step == steps or (interval and step % interval == 0)]
     phase = pick(("start", "load", *_STEP_PHASES, *(("save",) if saves else ())), draw.place)
     if phase in ("start", "load"):

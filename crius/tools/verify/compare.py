@@ -335,7 +335,8 @@ def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -
 
 def precision(config: RunConfig) -> str:
     """Precision of the matmuls of ``config``, such as ``bfloat16`` or ``float32 and float8 rowwise``."""
-    dense, training = config.quantize.dense, config.training
+    dense = config.quantize.dense
+    training = config.training
     dtypes = (training.mixed_precision_param, training.mixed_precision_reduce, training.dtype)
     low = f"float8 {dense.float8.recipe}" if dense.float8.enable else "mxfp8" if dense.mxfp8.enable else ""
     return ("bfloat16" if "bfloat16" in dtypes else "float32") + (f" and {low}" if low else "")
@@ -343,7 +344,8 @@ def precision(config: RunConfig) -> str:
 
 def tolerances(config: RunConfig) -> dict[str, Tolerance]:
     """Tolerances by column for the precision of ``config``: those of the coarsest rounding."""
-    names, model = precision(config).split(" and "), describe_known_model(config)
+    names = precision(config).split(" and ")
+    model = describe_known_model(config)
     parts = [_ALL.get(part, _ROWWISE) for part in names]
     bounds = {column: max((part[column] for part in parts), key=lambda one: one.bound) for column in _FLOAT32}
     if model and model.num_experts:

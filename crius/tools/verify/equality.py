@@ -104,7 +104,8 @@ def compare(expected: Path, got: Path, steps: int, tolerance: float = 0.0) -> Eq
     Raises:
         CriusError: a checkpoint or a log cannot be read.
     """
-    want, have = _steps(expected), _steps(got)
+    want = _steps(expected)
+    have = _steps(got)
     pairs: list[Pair] = [(step, want.get(step, []), have.get(step, [])) for step in range(1, steps + 1)]
     lines = [_difference(*pair, tolerance) for pair in pairs]
     apart = _furthest(pairs) if tolerance else {}
@@ -114,14 +115,16 @@ def compare(expected: Path, got: Path, steps: int, tolerance: float = 0.0) -> Eq
     if any(step_name(found) == name for found in CheckpointFolder(disks[1]).steps()):
         manifests = [read_manifest(disk, name) for disk in disks]
         hashes = [contents_hash(disk, name, manifest) for disk, manifest in zip(disks, manifests, strict=True)]
-        tensors, weights = list[str](), 0.0
+        tensors = list[str]()
+        weights = 0.0
         if hashes[0] != hashes[1]:
             tensors, weights = _tensors(disks, name, manifests, is_exact=not tolerance)
         if tolerance:
             apart["parameters"] = weights
         problems += _states(disks, name, manifests, STATE[:-1] if tolerance else STATE)
     else:
-        hashes, tensors = [contents_hash(disks[0], name, read_manifest(disks[0], name)), ""], []
+        hashes = [contents_hash(disks[0], name, read_manifest(disks[0], name)), ""]
+        tensors = []
         problems.append(f"the killed run has no checkpoint of step {steps}")
     report = audit(got)
     problems += [f"audit: {problem}" for problem in report.problems]
@@ -197,7 +200,9 @@ def _tensors(disks: list[Disk], name: str, manifests: list[Manifest], is_exact: 
         manifests: their manifests.
         is_exact: whether every bit counts; otherwise floating-point tensors may differ, and only others are named.
     """
-    found, apart, whole = [], 0.0, 0.0
+    found = []
+    apart = 0.0
+    whole = 0.0
     for tensor in sorted({*manifests[0].tensors, *manifests[1].tensors}):
         if tensor.startswith(OF_LAYOUT[0]) or OF_LAYOUT[1] in tensor:
             continue
@@ -214,7 +219,8 @@ def _tensors(disks: list[Disk], name: str, manifests: list[Manifest], is_exact: 
                 found.append(f"{tensor} in {count:,} of {one.size // one.shape[-1]:,} numbers")
         elif tensor.startswith(WEIGHTS):
             expected, reached = (_numbers(disk, name, entry) for disk, entry in zip(disks, (want, got), strict=True))
-            apart, whole = apart + float(np.square(reached - expected).sum()), whole + float(np.square(expected).sum())
+            apart = apart + float(np.square(reached - expected).sum())
+            whole = whole + float(np.square(expected).sum())
     more = [f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
     return [*found[:_MOST_NAMED], *more], math.sqrt(apart / whole) if whole else 0.0
 

@@ -81,7 +81,8 @@ def compare(
         ranks: all ranks.
         copied: names that two pipeline stages have a copy of.
     """
-    start, end = reference.load("start", ranks.rank), reference.load("end", ranks.rank)
+    start = reference.load("start", ranks.rank)
+    end = reference.load("end", ranks.rank)
     sums = torch.zeros((len(all_names), 4), dtype=torch.float64)
     for name, parameter in parameters:
         local, offset = local_shard(parameter)
@@ -89,7 +90,8 @@ def compare(
         row = sums[all_names.index(name)]
         for block, place in _blocks(local, offset if reference.is_whole else (0,) * local.dim()):
             first, last = (_part(saved[name], block.shape, place) for saved in (start, end))
-            apart, moved = block.to(torch.float64) - last, last - first
+            apart = block.to(torch.float64) - last
+            moved = last - first
             values = [*(part.square().sum().item() for part in (apart, last, moved)), block.numel() / parameter.numel()]
             row += torch.tensor(values, dtype=torch.float64) * share
     sums = ranks.sum(sums.to(ranks.device)).cpu()
@@ -142,7 +144,8 @@ def checksums(parameters: Named, all_names: Sequence[str], ranks: World) -> dict
             for block, place in _blocks(local, offset):
                 total += _mixed(block, _places(block.shape, place, parameter.shape))
             values = [first + 1, local.numel(), int(total), parameter.numel()]
-            row, found = torch.tensor(values, dtype=torch.int64), rows[all_names.index(name)]
+            row = torch.tensor(values, dtype=torch.int64)
+            found = rows[all_names.index(name)]
             is_other = bool(found.any()) and not torch.equal(found, row)  # other bits than this rank's second copy
             found.copy_(torch.full_like(row, -1) if is_other else row)
     gathered = ranks.gather(rows.to(ranks.device)).cpu()  # (ranks, names, 4)

@@ -80,7 +80,9 @@ class Judge:
 
     def complaint(self, name: str, result: Mapping[str, Any], expected: Sequence[float]) -> str:
         """Error of a curve; empty if there is none."""
-        curve, converted, planned = result["loss"], result["converted"], result["planned"]
+        curve = result["loss"]
+        converted = result["converted"]
+        planned = result["planned"]
         if name in FORMATS and not converted:
             return f"no linear layer was converted: the curve is not {name}'s; see the table in the log"
         if converted != planned:

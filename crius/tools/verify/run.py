@@ -141,7 +141,8 @@ class Table:
     def __init__(self, columns: Sequence[str], layouts: Sequence[str], as_json: bool, label: str = "layout") -> None:
         self._columns = list(columns)
         self._width = max(map(len, [label, *layouts]))
-        self._as_json, self._label = as_json, label
+        self._as_json = as_json
+        self._label = label
         self.rows: list[LayoutRow] = []
         self._say(self._line(label, "ranks", self._columns, "seconds", ""))
 

@@ -28,7 +28,8 @@ from crius.train import job
 from crius.train.reports import RECOVERIES
 from crius.train.tools import Tools
 
-UNDISTURBED, KILLED = "undisturbed", "killed"
+UNDISTURBED = "undisturbed"
+KILLED = "killed"
 """Folders of the two runs."""
 CONSOLE = "console.log"
 """File in the folder of the logs with the console output of a run."""
@@ -208,9 +209,47 @@ def live(course: Course) -> Life:
     Raises:
         SystemExit: a signal to this process ended it.
     """
-    began, family, failures = time.monotonic(), Family(), []
+    began = time.monotonic()
+    family = Family()
+    failures: list[Attempt] = []
     logs = course.folder / "logs"
     logs.mkdir(parents=True)
+    said = io.StringIO()
+    late = ""
+    try:
+        with contextlib.redirect_stderr(said):
+            code = run_workers(
+                _target(course, began, course.config, ""),
+                course.num_ranks,
+                course.folder,
+                threads=course.threads,
+                supervision=_supervision(course, began, family, failures),
+            )
+    except _TooLate:
+        code = 1
+        late = f"not at its end after {course.seconds:g} s (--timeout)"
+    with (logs / CONSOLE).open("a", encoding="utf-8") as console:
+        console.write(said.getvalue())
+    if code in (PREEMPTED, *STOPPED):
+        raise SystemExit(code if code in STOPPED else STOPPED[-1])
+    trouble = late
+    if code and not late:
+        trouble = said.getvalue().strip().split("\n\n")[-1] or f"exit code {code}"
+    return Life(
+        folder=course.folder,
+        seconds=time.monotonic() - began,
+        failures=tuple(failures),
+        trouble=f"{trouble}\nlogs: {logs}" if trouble else "",
+        processes_left=family.left(),
+    )
+
+
+def _target(course: Course, began: float, config: RunConfig, faults: str) -> Callable[[Placement], None]:
+    return functools.partial(run_rank, config, course.folder, began, faults)
+
+
+def _supervision(course: Course, began: float, family: "Family", failures: list[Attempt]) -> Supervision:
+    """The supervision of a run that notes its processes in ``family``, and its failures in ``failures``."""
 
     def poll(number: int, pids: Mapping[int, int]) -> None:
         family.look(pids.values())
@@ -222,45 +261,18 @@ def live(course: Course) -> Life:
         failures.append(attempt)
         course.on_failure(attempt)
 
-    def target(config: RunConfig, faults: str) -> Callable[[Placement], None]:
-        return functools.partial(run_rank, config, course.folder, began, faults)
-
     def assign(number: int) -> tuple[Callable[[Placement], None], int]:
         assert course.assignment
         config, num_ranks, faults = course.assignment(number)
-        return target(config, faults), num_ranks
+        return _target(course, began, config, faults), num_ranks
 
-    config, restarts = course.config, course.restarts
-    supervision = Supervision(
-        launch=dataclasses.replace(config.launch, max_restarts=restarts, max_failures_at_step=restarts + 1),
-        watchdog=config.watchdog,
+    restarts = course.restarts
+    return Supervision(
+        launch=dataclasses.replace(course.config.launch, max_restarts=restarts, max_failures_at_step=restarts + 1),
+        watchdog=course.config.watchdog,
         assignment=assign if course.assignment else None,
         on_poll=poll,
         on_failure=fail,
-    )
-    said, late = io.StringIO(), ""
-    try:
-        with contextlib.redirect_stderr(said):
-            code = run_workers(
-                target(config, ""),
-                course.num_ranks,
-                course.folder,
-                threads=course.threads,
-                supervision=supervision,
-            )
-    except _TooLate:
-        code, late = 1, f"not at its end after {course.seconds:g} s (--timeout)"
-    with (logs / CONSOLE).open("a", encoding="utf-8") as console:
-        console.write(said.getvalue())
-    if code in (PREEMPTED, *STOPPED):
-        raise SystemExit(code if code in STOPPED else STOPPED[-1])
-    trouble = late or (said.getvalue().strip().split("\n\n")[-1] or f"exit code {code}" if code else "")
-    return Life(
-        folder=course.folder,
-        seconds=time.monotonic() - began,
-        failures=tuple(failures),
-        trouble=f"{trouble}\nlogs: {logs}" if trouble else "",
-        processes_left=family.left(),
     )
 
 
@@ -298,7 +310,8 @@ class Family:
 
     def look(self, pids: Iterable[int]) -> None:
         """Record the processes ``pids`` and all their live children."""
-        now, waiting = time.monotonic(), list(pids)
+        now = time.monotonic()
+        waiting = list(pids)
         if now - self._looked < self._SECONDS and all(pid in self._seen for pid in waiting):
             return
         self._looked = now

@@ -105,7 +105,9 @@ def train(task: Task, placement: Placement) -> None:
     """
     recorder = Recorder()
     with _session(task, placement) as (job, stack):
-        config, facts, ranks = task.config, job.facts, job.ranks
+        config = task.config
+        facts = job.facts
+        ranks = job.ranks
         loop = _loop(task, job, stack, recorder)
         if config.lora.is_on:
             uneven_adapters(loop.state.parts, facts, config.debug.seed)
@@ -142,9 +144,11 @@ def curve(task: Task, placement: Placement) -> None:
     Raises:
         CriusError: any other error of the training.
     """
-    recorder, ended = Recorder(), ""
+    recorder = Recorder()
+    ended = ""
     with _session(task, placement) as (job, stack):
-        loop, ranks = _loop(task, job, stack, recorder), job.ranks
+        loop = _loop(task, job, stack, recorder)
+        ranks = job.ranks
         precision = low_precision(task.config, job.facts, ranks.device.type)
         modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, Linear)]
         low = [module for module in modules if type(module).multiply is not Linear.multiply]
@@ -245,7 +249,8 @@ def uneven_labels(batch: Batch, global_batch_size: int) -> Batch:
         batch: any rows of one step.
         global_batch_size: sequences per step, over all ranks.
     """
-    labels, length = batch.labels_BT.clone(), batch.labels_BT.shape[1]
+    labels = batch.labels_BT.clone()
+    length = batch.labels_BT.shape[1]
     for row, sample in enumerate(batch.sample_ids):
         step, place = divmod(sample, global_batch_size)
         start, stop = (round(share * length) for share in KEPT[sample % len(KEPT)])
