@@ -50,7 +50,7 @@ def sharing(this: Round, backend: str) -> dict[str, str]:
     """Variables of programs whose ranks share the GPU."""
     if this.is_dry:
         return {}
-    shared = {"CRIUS_SHARE_GPU": "1"}
+    shared = {"CRIUS_SHARE_GPU": backend}
     if backend == "nccl":
         # its versions before 2.30 refuse it; the preload wins over the library that torch names
         shared |= {"LD_PRELOAD": str(library(this)), "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
