@@ -6,6 +6,7 @@ docs/plugins.md has an example.
 """
 
 import importlib.metadata
+import re
 import shlex
 import sys
 import traceback
@@ -100,10 +101,18 @@ REQUIREMENTS = {
 }
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version as written: ``(2, 13)`` of 2.13.0+cpu, and of the pre-release 2.13.0a0+git.
+
+    As text 2.9 would be newer than 2.13, and torch's own comparison takes a pre-release for older than its release.
+    """
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
 def installed_torch() -> tuple[tuple[int, ...], str] | None:
     """Major and minor version of the installed torch, and its version as written; torch is not imported."""
     torch = next(iter(importlib.metadata.distributions(name="torch")), None)
-    return (tuple(map(int, torch.version.split(".")[:2])), torch.version) if torch else None
+    return (release(torch.version), torch.version) if torch else None
 
 
 def install_line(*requirements: str) -> str:

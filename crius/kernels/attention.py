@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from crius.kernels import choice
 from crius.kernels.cpu import blocked_attention
+from crius.plugins import release
 
 
 class Documents(NamedTuple):
@@ -76,7 +77,7 @@ def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask)
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, enable_gqa=True)
 
 
-_SHARES_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
+_SHARES_HEADS: dict[str, Any] = {"enable_gqa": True} if release(torch.__version__) >= (2, 12) else {}
 
 
 def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends: Tensor) -> Tensor:

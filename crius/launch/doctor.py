@@ -13,7 +13,7 @@ from typing import Any
 
 import crius
 from crius.launch.environment import visible_gpus
-from crius.plugins import REQUIREMENTS, install_line
+from crius.plugins import REQUIREMENTS, install_line, release
 
 try:
     import torch
@@ -106,8 +106,7 @@ def examine(root: Path = Path("/")) -> Report:
 
 def _ask_torch(root: Path, missing: list[str], optional: list[str]) -> dict[str, str]:
     """Facts that torch reports about this machine; reasons why it cannot be used are added to ``missing``."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
+    if release(torch.__version__) < OLDEST_TORCH:
         missing.append(f"torch {torch.__version__} is older than 2.11: {install_line('--upgrade', 'torch>=2.11')}")
     backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
     driver = _driver(root)

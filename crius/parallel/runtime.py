@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crius.errors import EnvironmentError
 from crius.parallel.interface import GLOO, choose_interface
+from crius.plugins import release
 
 # torch 2.13 deprecates these names; the new names do not exist in 2.11
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -230,7 +231,7 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
     store = _store(rendezvous, rank, size, timeout)
     if on_gpu:
         claim_gpu(store, str(torch.cuda.get_device_properties(device).uuid), rank)
-    is_alone = size == 1 and not on_gpu and torch.__version__ >= "2.13"
+    is_alone = size == 1 and not on_gpu and release(torch.__version__) >= (2, 13)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else _NO_PEERS if is_alone else "gloo",

@@ -3,7 +3,6 @@ low-precision matmuls a device has.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +19,11 @@ from torch import nn
 from crius.config.low_precision import LinearChoice, kind
 from crius.config.training import DenseQuantizeConfig
 from crius.errors import EnvironmentError, PlanError
-from crius.plugins import REQUIREMENTS, install_line
+from crius.plugins import REQUIREMENTS, install_line, release
 from crius.silence import quiet_torchao
 
 _NEED = REQUIREMENTS["torchao"]  # docs/decisions/014-torchao.md
-OLDEST_TORCHAO = tuple(map(int, _NEED.partition(">=")[2].split(".")))
+OLDEST_TORCHAO = release(_NEED.partition(">=")[2])
 
 FLOAT8_CAPABILITY = (8, 9)  # Ada; torch._scaled_mm refuses older GPUs
 MXFP8_CAPABILITY = (10, 0)  # Blackwell, whose tensor cores apply one scale per 32 elements
@@ -125,7 +124,7 @@ def usable_torchao() -> Iterator[None]:
         EnvironmentError: torchao is missing or too old.
     """
     version = _torchao_version()
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCHAO:
+    if release(version) < OLDEST_TORCHAO:
         raise EnvironmentError(
             f"low precision needs {_NEED}; " + (f"this Python has {version}." if version else "it is not installed."),
             where="--quantize.dense",
