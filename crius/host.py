@@ -11,6 +11,9 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from crius.errors import EnvironmentError
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -63,6 +66,35 @@ def missing_for_compile(environ: Mapping[str, str]) -> str:
         return f"Triton needs a C compiler, but there is no {' or '.join(compilers)}"
     header = Path(sysconfig.get_path("include"), "Python.h")
     return "" if header.exists() else f"Triton needs the headers of Python, but there is no {header}"
+
+
+SHARE_GPU = "CRIUS_SHARE_GPU"
+"""Variable that lets the ranks of a test share one GPU: docs/gpu.md."""
+NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own variable, from 2.30 on: 1 lets several ranks have the same GPU."""
+MOST_SHARING = 4
+"""Most ranks of a run that share a GPU."""
+
+
+def gpu_sharing(environ: Mapping[str, str]) -> Literal["", "nccl", "gloo"]:
+    """Library by which ranks on one GPU communicate; empty: each rank needs a GPU of its own.
+
+    Raises:
+        EnvironmentError: ``CRIUS_SHARE_GPU`` is none of 0, 1, nccl and gloo.
+    """
+    value = environ.get(SHARE_GPU, "")
+    if value in ("", "0"):
+        return ""
+    if value == "gloo" or (value == "1" and environ.get(NCCL_SHARES) != "1"):
+        return "gloo"
+    if value in ("1", "nccl"):
+        return "nccl"
+    raise EnvironmentError(
+        f"{SHARE_GPU}={value} is none of 0, 1, nccl and gloo.",
+        where="the environment",
+        why=f"1 is nccl if {NCCL_SHARES} is 1, else gloo",
+        fix=f"export {SHARE_GPU}=1, or unset {SHARE_GPU}",
+    )
 
 
 def cpu_name() -> str:

@@ -1,11 +1,13 @@
-"""Additions of installed packages, loaded when they are named: models, data sources and sinks; and commands that
-install a package.
+"""Additions of installed packages, loaded when they are named: models, data sources and sinks; versions of packages,
+and commands that install one.
 
 A package lists them as entry points of the groups below (https://packaging.python.org/specifications/entry-points);
 docs/plugins.md has an example.
 """
 
+import ctypes
 import importlib.metadata
+import os
 import re
 import shlex
 import sys
@@ -113,6 +115,20 @@ def installed_torch() -> tuple[tuple[int, ...], str] | None:
     """Major and minor version of the installed torch, and its version as written; torch is not imported."""
     torch = next(iter(importlib.metadata.distributions(name="torch")), None)
     return (release(torch.version), torch.version) if torch else None
+
+
+def loaded_nccl() -> tuple[int, ...]:
+    """Version of the NCCL that torch calls in this process; empty without torch or without a torch for CUDA.
+
+    ``torch.cuda.nccl.version()`` is the version that torch was compiled with, also where ``LD_PRELOAD`` or an installed
+    package brings another one.
+    """
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # not loaded; NCCL is a hidden part of it
+        return ()
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def install_line(*requirements: str) -> str:

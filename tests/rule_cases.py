@@ -258,6 +258,22 @@ CASES = [
         "at most 2",
     ),
     (
+        rules_layout.shared_gpu_takes,
+        [SHARD, "8"],
+        {"num_gpus": 1, "sharing": "nccl"},
+        "8 ranks would share one GPU",
+        "CRIUS_SHARE_GPU",
+        "at most 4 ranks",
+    ),
+    (
+        rules_layout.shared_gpu_takes,
+        ["--parallelism.pipeline_parallel_degree", "2"],
+        {"num_gpus": 1, "sharing": "gloo"},
+        "pipeline_parallel_degree 2 is not possible on a GPU that ranks share over Gloo",
+        "--parallelism.pipeline_parallel_degree",
+        "--parallelism.pipeline_parallel_degree 1",
+    ),
+    (
         rules_layout.open_files_suffice,
         [],
         {"ranks": 2**20},

@@ -24,7 +24,7 @@ from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import toml_table
 from crius.errors import ConfigError, EnvironmentError
-from crius.host import Machine, missing_for_compile
+from crius.host import Machine, gpu_sharing, missing_for_compile
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, families, find_spec
 from crius.plugins import install_line
@@ -202,6 +202,7 @@ def facts_of(
         num_cores=os.cpu_count() or 1,
         local_ranks=placement.local_world_size if placement else here,
         is_dry=is_dry,
+        sharing=gpu_sharing(os.environ),
     )
 
 

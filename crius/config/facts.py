@@ -22,6 +22,7 @@ class Facts(Resolved):
         num_cores: CPU cores of this machine.
         local_ranks: processes on this machine.
         is_dry: whether nothing is started, and one process stands for any number of ranks.
+        sharing: library by which ranks on one GPU communicate; empty: each rank needs a GPU of its own.
     """
 
     origin: Callable[[str], str]
@@ -33,6 +34,7 @@ class Facts(Resolved):
     num_cores: int
     local_ranks: int
     is_dry: bool = False
+    sharing: str = ""
 
     @property
     def plan(self) -> Any:

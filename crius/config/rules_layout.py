@@ -9,7 +9,7 @@ from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
 from crius.config.training import SAVE_OPS, ActivationCheckpointConfig
 from crius.errors import ConfigError, LayoutError
-from crius.host import most_open_files
+from crius.host import MOST_SHARING, SHARE_GPU, most_open_files
 
 MOST_RANKS_WITHOUT_A_DOUBT = 32
 RANKS_A_CORE = 8
@@ -70,12 +70,37 @@ def ranks_fit_gpus(facts: Facts) -> Violations:
             where=facts.flag("training.device"),
             fix="--training.device cpu; crius doctor shows what is missing",
         )
-    elif device != "cpu" and 0 < facts.num_gpus < facts.local_ranks:
+    elif device != "cpu" and 0 < facts.num_gpus < facts.local_ranks and not facts.sharing:
         yield LayoutError(
             f"{facts.local_ranks} ranks on this machine, but {facts.num_gpus} visible GPUs.",
             where=facts.asked_by or "the degrees of [parallelism]",
             why="each rank needs a GPU of its own",
             fix=f"use at most {facts.num_gpus} ranks here, or --training.device cpu",
+        )
+
+
+def shared_gpu_takes(facts: Facts) -> Violations:
+    """Few ranks share a GPU in a test, and Gloo sends no tensor of a GPU from one to another."""
+    config = facts.config
+    ranks = facts.num_ranks
+    on_gpu = config.training.device != "cpu" and facts.num_gpus > 0
+    if facts.is_dry or not on_gpu or not facts.sharing:
+        return
+    if ranks > MOST_SHARING:
+        yield LayoutError(
+            f"{ranks} ranks would share one GPU.",
+            where=f"{SHARE_GPU} (the environment)",
+            why=f"it is for tests of layouts, with at most {MOST_SHARING} ranks",
+            fix=f"use at most {MOST_SHARING} ranks, unset {SHARE_GPU}, or --training.device cpu",
+        )
+    name = "parallelism.pipeline_parallel_degree"
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree > 1 and facts.sharing == "gloo":
+        yield LayoutError(
+            f"{name} {degree} is not possible on a GPU that ranks share over Gloo.",
+            where=facts.flag(name),
+            why="a stage sends its output to the next one, and Gloo sends host memory only",
+            fix=f"--{name} 1, or export {SHARE_GPU}=nccl with NCCL 2.30 or newer: docs/gpu.md",
         )
 
 
@@ -344,6 +369,7 @@ def activation_checkpoint_options(facts: Facts) -> Violations:
 LAYOUT_RULES: tuple[Rule, ...] = (
     degrees_match_ranks,
     ranks_fit_gpus,
+    shared_gpu_takes,
     open_files_suffice,
     batch_divides,
     reshard_degree_divides,

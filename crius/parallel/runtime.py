@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator, MutableMapping
@@ -19,8 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from crius.errors import EnvironmentError
+from crius.host import MOST_SHARING, NCCL_SHARES, SHARE_GPU, gpu_sharing
 from crius.parallel.interface import GLOO, choose_interface
-from crius.plugins import release
+from crius.plugins import loaded_nccl, release
+
+log = logging.getLogger("crius.parallel")
 
 # torch 2.13 deprecates these names; the new names do not exist in 2.11
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
@@ -79,6 +83,9 @@ def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 _NO_PEERS = "fake"
 """Backend of a rank without peers, or with simulated peers. Importing its store registers it."""
+
+_SHARING_NCCL = (2, 30)
+"""First NCCL by which several ranks can have the same GPU."""
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -141,10 +148,20 @@ def pick_device(
         flag: flag of ``wanted``, for the error.
 
     Raises:
-        EnvironmentError: cuda is asked for, but torch cannot use a GPU or has fewer GPUs than local ranks.
+        EnvironmentError: cuda is asked for, but torch cannot use a GPU or has fewer GPUs than local ranks, or more
+            ranks than possible share a GPU.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if gpu_sharing(os.environ) and torch.cuda.device_count() > 0:
+        if local_rank >= MOST_SHARING:
+            raise EnvironmentError(
+                f"local rank {local_rank} would share a GPU with {local_rank} others.",
+                where=SHARE_GPU,
+                why="it is for tests of layouts",
+                fix=f"start at most {MOST_SHARING} ranks, or unset {SHARE_GPU}",
+            )
+        return torch.device("cuda", 0)
     if sees_own_gpu and torch.cuda.device_count() == 1:
         return torch.device("cuda", 0)
     if local_rank >= torch.cuda.device_count():
@@ -221,7 +238,7 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
 
     Raises:
         EnvironmentError: there is no network interface for the rendezvous, not even the loopback; or another rank has
-            the same GPU.
+            the same GPU, and they may not share it.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
@@ -229,17 +246,17 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
         torch.cuda.set_device(device)
     interface = choose_interface(os.environ, _master(rendezvous, size))
     store = _store(rendezvous, rank, size, timeout)
+    backend = _NO_PEERS if size == 1 and release(torch.__version__) >= (2, 13) else "gloo"
     if on_gpu:
-        claim_gpu(store, str(torch.cuda.get_device_properties(device).uuid), rank)
-    is_alone = size == 1 and not on_gpu and release(torch.__version__) >= (2, 13)
+        backend = f"cpu:gloo,cuda:{_claim(device, store, rank, size)}"
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else _NO_PEERS if is_alone else "gloo",
+            backend,
             store=store,
             rank=rank,
             world_size=size,
             timeout=timeout,
-            device_id=device if on_gpu else None,
+            device_id=device if "nccl" in backend else None,
         )
     except RuntimeError as error:
         if (reason := _no_meeting(error, interface)) is None:
@@ -253,6 +270,31 @@ def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_s
             dist.destroy_process_group()
         raise  # with peers, destroying could wait for their collectives: the failed process ends without it
     dist.destroy_process_group()
+
+
+def _claim(device: torch.device, store: dist.Store, rank: int, size: int) -> str:
+    """Backend of the tensors on ``device``, a GPU of this rank alone or, in a test, of all ranks.
+
+    Raises:
+        EnvironmentError: another rank has this GPU, or ranks should share it over an NCCL that cannot.
+    """
+    sharing = gpu_sharing(os.environ) if size > 1 else ""
+    if not sharing:
+        claim_gpu(store, str(torch.cuda.get_device_properties(device).uuid), rank)
+        return "nccl"
+    nccl = ".".join(map(str, loaded_nccl()))
+    may_share = os.environ.get(NCCL_SHARES) == "1" and release(nccl) >= _SHARING_NCCL
+    if sharing == "nccl" and not may_share:
+        raise EnvironmentError(
+            f"ranks cannot share a GPU over NCCL {nccl or 'of an unknown version'}.",
+            where=f"{SHARE_GPU} (the environment)",
+            why=f"NCCL can from 2.30 on, with {NCCL_SHARES}=1",
+            fix=f"export {SHARE_GPU}=gloo; or put a newer libnccl.so.2 into LD_PRELOAD, and export {NCCL_SHARES}=1: "
+            "docs/gpu.md",
+        )
+    over = f"NCCL {nccl}" if sharing == "nccl" else "Gloo"
+    log.info("%s: %d ranks share one GPU, over %s; this is for tests, and slow", SHARE_GPU, size, over)
+    return sharing
 
 
 def claim_gpu(store: dist.Store, uuid: str, rank: int) -> None:

@@ -33,7 +33,7 @@ ASYNC_2D = [SHARD, "4", TENSOR, "2", ASYNC, "--compile.enable"]
 PIPELINE_3D = [SHARD, "8", TENSOR, "8", PIPELINE, "8", SCHEDULE, "interleave_1f1b", FLOAT8, "--model.flavor", "405b"]
 
 
-def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False):
+def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False, sharing=""):
     """What the rules see of ``crius train FLAGS``; ``ranks`` is what torchrun started, if it did."""
     cli.SOURCES.origins.clear()
     config = parse(flags)
@@ -55,6 +55,7 @@ def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False):
         num_cores=2,
         local_ranks=num_ranks,
         is_dry=is_dry,
+        sharing=sharing,
     )
 
 
