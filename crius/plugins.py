@@ -128,7 +128,12 @@ def loaded_nccl() -> tuple[int, ...]:
         ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
     except (OSError, AttributeError):  # not loaded; NCCL is a hidden part of it
         return ()
-    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+    return of_number(number.value)
+
+
+def of_number(version: int) -> tuple[int, ...]:
+    """Version of a library of NVIDIA from the number that the library returns: ``(2, 31, 2)`` of 23102."""
+    return version // 10_000, version // 100 % 100, version % 100
 
 
 def install_line(*requirements: str) -> str:

@@ -48,7 +48,7 @@ from crius.config.rules_data import CORPUS_RULES, DATA_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
-from crius.host import Machine
+from crius.host import Machine, missing_for_compile
 from crius.redact import redact_value
 from crius.units import GIB
 
@@ -326,6 +326,8 @@ def _examine_run(report: "Report", facts: Facts) -> None:
         CriusError: the run is not possible.
     """
     rules.check(facts)
+    if report.gpu_bytes and facts.config.training.device != "cpu":
+        _examine_kernels(report, facts.config)
     needed, there = _memory(facts, report.gpu_bytes)
     model, ranks = facts.model, f"{facts.num_ranks} rank{'s' * (facts.num_ranks > 1)}"
     line = f"{model.name} on {ranks}, {model.num_parameters:,} parameters"
@@ -337,6 +339,35 @@ def _examine_run(report: "Report", facts: Facts) -> None:
         sizes = [part for name in names if _is_typed(name, values[name]) for part in flag(name, values[name])]
         plan = ["crius", "plan", *sizes, *imports()]
         report.missing.append(f"memory for {line}, {gibibytes}: {shlex.join(plan)} shows which GPUs have it")
+
+
+def _examine_kernels(report: "Report", run: RunConfig) -> None:
+    """Add to ``report`` which kernels compute ``run`` on the first GPU, and which optional ones are missing.
+
+    Raises:
+        ConfigError: a kernel that the run asks for by name does not run there.
+    """
+    import torch
+
+    from crius.kernels.choice import missing_flash
+    from crius.kernels.grouped_mm import is_for_torch
+    from crius.quantize.convert import missing_matmuls
+    from crius.train.setup import run_kernels
+
+    lacking = {"float8": missing_matmuls("float8", "cuda"), "mxfp8": missing_matmuls("mxfp8", "cuda")}
+    fast = [name for name, why in lacking.items() if not why]
+    emulated = [f"{name} emulated ({why})" for name, why in lacking.items() if why]
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    by_torch = {name: is_for_torch("cuda", dtype) for name, dtype in dtypes.items()}
+    report.facts["attention"] = run_kernels(run, torch.device("cuda", 0)).described()["attention"]
+    report.facts["matmuls"] = ", ".join([*dtypes, *fast, *emulated])
+    report.facts["experts"] = ", ".join(
+        f"{name} by {'grouped_mm' if is_fast else 'a loop'}" for name, is_fast in by_torch.items()
+    )
+    if flash := missing_flash(torch.cuda.get_device_capability()):
+        report.optional.append(flash)
+    if why := missing_for_compile(os.environ):
+        report.optional.append(f"compiled kernels: {why}")
 
 
 def _is_typed(name: str, value: Any) -> bool:

@@ -44,6 +44,10 @@ class Choice:
     reasons: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
+        return ", ".join(f"{name} {text}" for name, text in self.described().items())
+
+    def described(self) -> dict[str, str]:
+        """Each kernel and its reason, as a phrase."""
         taken = {
             "linear": self.linear,
             "pointwise": self.pointwise,
@@ -51,7 +55,7 @@ class Choice:
             + f" with FlashAttention {self.flash}" * (self.flash != 2),
         }
         why = dict(self.reasons)
-        return ", ".join(f"{name} {value} ({why.get(name) or 'as asked'})" for name, value in taken.items())
+        return {name: f"{value} ({why.get(name) or 'as asked'})" for name, value in taken.items()}
 
 
 _current = Choice()
@@ -203,6 +207,20 @@ _FLASH = {
     "flash4": (4, (9, 10), "flash_attn.cute", "pip install flash-attn-4"),
 }
 """Version, major compute capabilities, package, and how to install it."""
+_NEWEST = {9: "flash3", 10: "flash4"}
+"""Newest FlashAttention, by major compute capability."""
+
+
+def missing_flash(capability: tuple[int, int]) -> str:
+    """The newest FlashAttention for a GPU, and how to install it; empty if it is installed or there is only version 2.
+
+    Args:
+        capability: compute capability of the GPU.
+    """
+    name = _NEWEST.get(capability[0], "")
+    if not name or _is_installed(_FLASH[name][2]):
+        return ""
+    return f"FlashAttention {_FLASH[name][0]} (for --kernels.attention {name}): {_FLASH[name][3]}"
 
 
 def _flash(asked: str, capability: tuple[int, int] | None, is_main: bool) -> tuple[int, str]:
@@ -216,7 +234,7 @@ def _flash(asked: str, capability: tuple[int, int] | None, is_main: bool) -> tup
     Raises:
         ConfigError: the config names a version that does not run here.
     """
-    newest = {9: "flash3", 10: "flash4"}.get(capability[0], "") if capability else ""
+    newest = _NEWEST.get(capability[0], "") if capability else ""
     name = asked if asked in _FLASH else newest if is_main and asked == "auto" else ""
     if not name:
         return 2, ""

@@ -83,10 +83,15 @@ def _grad_weight(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
+def is_for_torch(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether torch's kernel multiplies rows of a multiple of 16 bytes; all else is a loop."""
+    return device_type == "cuda" and dtype == torch.bfloat16
+
+
 def _takes_torch(x: Tensor, *widths: int) -> bool:
     """Whether torch's kernel multiplies: bfloat16 on a GPU, and rows in multiples of 16 bytes."""
     is_aligned = all(width % 8 == 0 for width in widths)
-    return x.is_cuda and x.dtype == torch.bfloat16 and is_aligned and not statically_known_true(x.shape[0] == 0)
+    return is_for_torch(x.device.type, x.dtype) and is_aligned and not statically_known_true(x.shape[0] == 0)
 
 
 def _groups(ends: Tensor, rows: int) -> Iterator[slice]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import crius
 from crius.launch.environment import visible_gpus
-from crius.plugins import REQUIREMENTS, install_line, release
+from crius.plugins import REQUIREMENTS, install_line, loaded_nccl, of_number, release
 
 try:
     import torch
@@ -116,7 +116,14 @@ def _ask_torch(root: Path, missing: list[str], optional: list[str]) -> dict[str,
         "backends": ", ".join(name for name, there in backends.items() if there),
         **({"driver": driver} if driver else {}),
         "gpus": _gpus(root, driver, missing, optional),
+        **(_libraries() if torch.cuda.is_available() else {}),
     }
+
+
+def _libraries() -> dict[str, str]:
+    """Versions of the libraries that this process has loaded for its GPU."""
+    versions = {"cudnn": of_number(torch.backends.cudnn.version() or 0), "nccl": loaded_nccl()}
+    return {name: ".".join(map(str, version)) for name, version in versions.items() if any(version)}
 
 
 def _build() -> str:
