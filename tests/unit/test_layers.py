@@ -1,13 +1,16 @@
 """Who may import whom, where, and how large files, functions and rooms may be: the architecture's sections 2 and 3."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import forms
 import pytest
 import tokens
 
@@ -126,10 +129,13 @@ NEEDS_TORCH = (
 )
 
 
+tree_of = functools.cache(ast.parse)  # every test reads the same modules
+
+
 def trees(root: Path) -> Iterator[tuple[str, ast.Module]]:
     """Path below the package, and syntax tree, of every module."""
     for file in sorted((root / "crius").rglob("*.py")):
-        yield file.relative_to(root / "crius").as_posix(), ast.parse(file.read_text())
+        yield file.relative_to(root / "crius").as_posix(), tree_of(file.read_text())
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -184,7 +190,7 @@ def needs_optional(root: Path, name: str) -> bool:
     file = root / (name.rpartition(".")[0].replace(".", "/") + ".py")
     if not (is_below(name, "crius") and file.exists()):
         return False
-    top = [name for node in ast.parse(file.read_text()).body for name in imported(node)]
+    top = [name for node in tree_of(file.read_text()).body for name in imported(node)]
     return any(is_below(name, package) for name in top for package in OPTIONAL)
 
 
@@ -282,6 +288,54 @@ def test_what_issues_state_is_added_to_the_limits(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/size.toml").write_text(table)
     assert tokens.limits(tmp_path) == {"crius/cli": 7, "crius/new": 3}
+
+
+def test_forms_that_only_save_lines_are_those_that_were_there():
+    most = forms.kept()
+    grown = {
+        file: dict(found - Counter(most.get(file, {})))
+        for file, found in forms.counts().items()
+        if found - Counter(most.get(file, {}))
+    }
+    assert grown == {}
+
+
+def test_no_file_may_have_more_forms_than_it_has():
+    """What was freed stays freed: the table falls with the code."""
+    found = forms.counts()
+    assert {file: most for file, most in forms.kept().items() if found.get(file) != most} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a, b = 1, 2", ["parallel"]),
+        ("[a, b] = [f(), g()]", ["parallel"]),
+        ("self.a, self.b = a, b", ["parallel"]),
+        ("a, b = b, f(a)", []),  # a swap: the values read a target
+        ("first, *rest = 1, 2, 3", []),
+        ("a, b = f()", []),
+        ("f(*(a, b), c)", ["splat"]),
+        ("[*[a, b], c]", ["splat"]),
+        ("f(**{'a': 1})", ["splat"]),
+        ("{**{'a': 1}, **b}", ["splat"]),
+        ("f(*names)", []),
+        ("'s' * (n > 1)", ["condition"]),
+        ("f'{a}s' * bool(n)", ["condition"]),
+        ("'-' * 80", []),
+        ("[a] * (n > 1)", ["condition"]),
+        ("['', 's'][n > 1]", ["condition"]),
+        ("n > 1 and 's' or ''", ["condition"]),
+        ("name or 'none'", []),
+        ("a if x else b if y else c", ["ternary"]),
+        ("a if x else (b if y else c)", ["ternary"]),
+        ("a if x else b", []),
+        ("a = 1; b = 2", ["semicolon"]),
+        ("if x: a = 1; b = 2", ["semicolon"]),
+    ],
+)
+def test_a_form_that_only_saves_lines_is_found(text, names):
+    assert [name for _, name in forms.forms_in(text)] == names
 
 
 def test_a_run_of_one_process_loads_few_files(tmp_path):
