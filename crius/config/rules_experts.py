@@ -3,10 +3,8 @@
 from crius.config.facts import Facts, Rule, Violations
 from crius.config.rules_layout import divisors, reshard_degree_divides
 from crius.errors import LayoutError
-from crius.plugins import install_line, installed_torch
 
 DEGREE = "parallelism.expert_parallel_degree"
-_TORCH = (2, 13)
 
 
 def _ranks(facts: Facts) -> int:
@@ -95,22 +93,6 @@ def _more_replicas(facts: Facts) -> str:
     )
 
 
-def experts_need_torch(facts: Facts) -> Violations:
-    """Experts on a mesh of their own need an FSDP that has a mesh for each parameter."""
-    parallelism = facts.config.parallelism
-    if not facts.has_experts or max(parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree) == 1:
-        return
-    if (version := installed_torch()) and version[0] < _TORCH:
-        name = DEGREE if parallelism.expert_parallel_degree > 1 else "parallelism.tensor_parallel_degree"
-        yield LayoutError(
-            f"{name} {max(parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree)} with experts needs "
-            f"torch 2.13 or newer; torch {version[1]} is installed.",
-            where=facts.flag(name),
-            why="older FSDP has one mesh for all parameters of a layer, and experts need a mesh of their own",
-            fix=f"--{name} 1, or {install_line('--upgrade', 'torch>=2.13')}",
-        )
-
-
 def experts_are_not_resharded(facts: Facts) -> Violations:
     """An integer ``reshard_after_forward_mode`` needs whole weights that FSDP alone splits, by their first dim."""
     parallelism, name = facts.config.parallelism, "parallelism.reshard_after_forward_mode"
@@ -132,6 +114,5 @@ def experts_are_not_resharded(facts: Facts) -> Violations:
 EXPERT_RULES: tuple[Rule, ...] = (
     expert_parallel_divides,
     experts_split_evenly,
-    experts_need_torch,
     experts_are_not_resharded,
 )

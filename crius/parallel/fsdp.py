@@ -4,6 +4,7 @@ DDP is a mesh of replicas with one shard each, and one process is a mesh of one 
 layouts. Like the other passes it is left out where it would change nothing: for one rank whose weights need no cast.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,9 @@ from crius.parallel.reproducible import (
     install_trees,
 )
 from crius.shards import local_tensor, num_shards
+
+MESH_PER_PARAMETER = hasattr(fsdp_common, "ShardPlacementResult")
+"""Whether the parameters of one FSDP unit can have different meshes. Torch 2.11 lacks this."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +151,21 @@ def shard(
     axes = mesh.shards if training.reproducible else mesh.fsdp
     on_gpu = axes.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if training.enable_cpu_offload else OffloadPolicy()
+    place = _placement(experts, mesh) if experts else None
+    apart = experts if mesh.experts and not MESH_PER_PARAMETER else ()  # in FSDP units of their own
+    wrap = functools.partial(fully_shard, mp_policy=precision, offload_policy=offload)
+    previous: list[nn.Module] = []
     for unit in units:
         modules = [model.get_submodule(name) for name in unit.modules]
-        fully_shard(
-            modules,
-            mesh=axes,
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=precision,
-            offload_policy=offload,
-            shard_placement_fn=_placement(experts, mesh) if experts else None,
-        )
-    fully_shard(model, mesh=axes, mp_policy=precision, offload_policy=offload)
+        wrap_unit = functools.partial(wrap, reshard_after_forward=unit.reshard_after_forward, shard_placement_fn=place)
+        nested = [part for part in modules[0].modules() if any(p in apart for p in part.parameters(recurse=False))]
+        for part in nested:
+            wrap_unit(part, mesh=mesh.experts)
+        wrap_unit(modules, mesh=axes)
+        for part in nested:
+            _join(part, modules[0], previous)
+        previous = modules[:1]
+    wrap(model, mesh=axes)
     sizes = [mesh.size() for mesh in (axes, mesh.experts) if mesh]
     for module in fsdp_modules(model) if max(sizes) > 1 else ():  # with one rank, FSDP would divide by the factor
         module.set_gradient_divide_factor(1.0)
@@ -178,9 +186,28 @@ def _placement(experts: Collection[nn.Parameter], mesh: Mesh) -> Callable[[nn.Pa
         if parameter not in experts:
             return None
         placement = Shard(0 if local_tensor(parameter).shape[0] >= ranks else 1)
-        return fsdp_common.ShardPlacementResult(placement, info) if info else placement
+        return fsdp_common.ShardPlacementResult(placement, info) if info and MESH_PER_PARAMETER else placement
 
     return place
+
+
+def _join(part: nn.Module, block: nn.Module, previous: list[Any]) -> None:
+    """Gather and free the FSDP unit ``part`` together with the unit ``block`` around it, as if they were one unit.
+
+    The hooks of ``part`` run around ``block``: inside of a compiled ``block`` they would break its graph.
+
+    Args:
+        part: module in ``block``.
+        block: module whose hooks run before those of ``part``.
+        previous: module of the unit before, if any. For its backward FSDP would prefetch only what it gathered last.
+    """
+    assert isinstance(part, FSDPModule)
+    state: Any = part._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    block.register_forward_pre_hook(state._pre_forward, with_kwargs=True)
+    block.register_forward_hook(state._post_forward)
+    part.set_modules_to_backward_prefetch(previous)
 
 
 def end_backward_at_adapters(model: nn.Module, units: list[FsdpUnit], embedding: str) -> None:
@@ -199,8 +226,8 @@ def end_backward_at_adapters(model: nn.Module, units: list[FsdpUnit], embedding:
         if any(parameter.requires_grad for module in modules for parameter in module.parameters()):
             return
         if len(unit.modules) == 1:  # else the unit is the embedding together with the output layer
-            assert isinstance(modules[0], FSDPModule)
-            modules[0].set_unshard_in_backward(False)
+            for module in fsdp_modules(modules[0]):
+                module.set_unshard_in_backward(False)
 
 
 def show_gradients(
@@ -214,18 +241,20 @@ def show_gradients(
     for unit in units:
         inner = TreeReduceScatter(mesh.layout.cp) if training.reproducible else PlainReduceScatter()
         name, module = "+".join(unit.modules), model.get_submodule(unit.modules[0])  # its modules share one state
-        assert isinstance(module, FSDPModule)
         for index, group in enumerate(param_groups(module)):  # experts may be in a second group
             shown[f"{name}/experts" if index else name] = scatter = HashedReduceScatter(inner)
             group._reduce_scatter_comm = scatter
     return shown
 
 
-def param_groups(module: FSDPModule) -> list[Any]:
+def param_groups(module: nn.Module) -> list[Any]:
     """FSDP's parameter groups of one unit. Parameters on one mesh are one group, gathered and summed together."""
-    state: Any = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)  # only in versions of torch with a mesh per parameter
-    return list(several) if several is not None else [state._fsdp_param_group] if state._fsdp_param_group else []
+    groups: list[Any] = []
+    for part in fsdp_modules(module):
+        state: Any = part._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)  # only in versions of torch with a mesh per parameter
+        groups += [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group]
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -13,6 +13,7 @@ from crius.data.loader import Batch
 from crius.errors import ConfigError, LayoutError
 from crius.launch.local import run_workers
 from crius.optim.build import build_optimizer
+from crius.parallel import fsdp
 from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import fake_world, world
@@ -270,6 +271,21 @@ def test_experts_get_as_many_rows_as_was_chosen_and_all_to_all_moves_them(tmp_pa
     assert full["stages"][0]["activation_bytes"] > stage["activation_bytes"]
     with pytest.raises(LayoutError, match="not between 1 and 2"):
         dry_run(parse(given), 4, 0, 0.0, imbalance=2.5)
+
+
+def test_experts_in_a_unit_of_their_own_cost_what_they_cost_in_the_unit_of_their_layer(tmp_path, monkeypatch):
+    """Collectives, FLOPs and memory; full recomputation gathers nothing again, and both units are prefetched."""
+    given = flags(layers=4, batch=4, fsdp=4, more=[*EXPERTS, "--activation_checkpoint.mode", "full"])
+    given += [f"{P}expert_parallel_degree", "2"]
+    together = reported(tmp_path, given, extrapolate=False)
+    keeps_both = fsdp.MESH_PER_PARAMETER  # FSDP keeps the gradients that it sends of one unit, so of two groups
+    monkeypatch.setattr(fsdp, "MESH_PER_PARAMETER", False)
+    apart = reported(tmp_path, given, extrapolate=False)
+    assert apart["stages"] == together["stages"]
+    of_experts = {one["kind"]: one for one in apart["stages"][0]["collectives"] if one["axis"] == "efsdp"}
+    assert of_experts["all-gather"]["count"] == 2 * 4  # of each layer before its forward and before its backward
+    less = of_experts["reduce-scatter"]["bytes"] // 4 if keeps_both else 0
+    assert apart["ranks"][0]["peak_bytes"] == together["ranks"][0]["peak_bytes"] - less
 
 
 @pytest.mark.slow

@@ -12,13 +12,16 @@ from checkpoint_runs import contents, flags
 from harness import TEXT, layout_flags, parse, steps_of, train
 from test_reproducible import bits
 from test_sdc import error_of, flip_gradient
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from crius.cli.app import facts_of
 from crius.config.layout import parse_layout
 from crius.kernels.grouped_mm import grouped_linear
 from crius.models import registry
 from crius.models.moe import Dispatch
+from crius.parallel import fsdp
 from crius.parallel.expert import AllToAllDispatch
 from crius.parallel.runtime import world
 from crius.shards import named_state
@@ -32,6 +35,8 @@ MODELS = {
     "qwen3_moe": ROUTED,
     "two_experts": (*ROUTED, "--model.num_experts", "2", "--model.top_k", "1"),  # fewer than FSDP has ranks
     "sigmoid_moe": ("--model.name", "sigmoid_moe", "--model.flavor", "small"),
+    "traced": (*ROUTED, "--compile.backend", "eager"),
+    "adapted": (*ROUTED, "--lora.rank", "4", "--lora.targets", "layers.1.*"),
 }
 TINY = [
     *("--recipe", "verify", "--model.num_layers", "2", "--training.seq_len", "16", "--training.global_batch_size", "8"),
@@ -61,6 +66,10 @@ def trained(task, placement):
     def watched(task, job, *args):
         loop, ranks = make(task, job, *args), job.ranks
         state, squared = named_state(loop.state.parts), loop.gradients.squared_norms
+        modules = (module for part in loop.state.parts for module in part.named_modules())
+        found["units"] = [name for name, module in modules if isinstance(module, FSDPModule)]
+        groups = (group for part in loop.state.parts for group in fsdp.param_groups(part))
+        found["unneeded"] = sum(not group.unshard_in_backward for group in groups)
         found["start"] = checksums(state, job.facts.state_names, ranks)
 
         def keep():
@@ -74,8 +83,17 @@ def trained(task, placement):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "_loop", watched)
+        counters.clear()
         worker.train(task, placement)
+    found["graphs"] = counters["stats"]["unique_graphs"]
     return found
+
+
+def trained_apart(task, placement):
+    """``trained``, with the experts of each layer as a unit of FSDP, as on torch 2.11."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "MESH_PER_PARAMETER", False)
+        return trained(task, placement)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +101,7 @@ def run_layout(workers, tmp_path_factory):
     """What ``crius verify parity`` measures of a layout, and what ``trained`` adds."""
     folders = {}
 
-    def run(model, text):
+    def run(model, text, work=trained):
         layout, is_reference = parse_layout(text), text == "1"
         facts = facts_of(parse([*TINY, *MODELS[model]]), 0, None)
         case = matrix.case(facts, matrix.fixed(facts.config, [layout], 2), layout)
@@ -92,14 +110,14 @@ def run_layout(workers, tmp_path_factory):
         if is_reference:
             folders[model] = folder
         task = Task(case.config, folder, 60, Shards(folders[model], is_whole=True), is_reference)
-        found = workers(layout.num_ranks).run(partial(trained, task), folder)[0]
+        found = workers(layout.num_ranks).run(partial(work, task), folder)[0]
         return {**json.loads((folder / worker.RESULT).read_text()), **found}
 
     references = {}
 
-    def both(model, text):
+    def both(model, text, work=trained):
         references[model] = references.get(model) or run(model, "1")
-        return run(model, text), references[model]
+        return run(model, text, work), references[model]
 
     return both
 
@@ -116,6 +134,30 @@ def test_split_experts_train_as_in_one_process(model, layout, run_layout):
     for key in ("loss", "grad_norm"):
         assert got[key] == pytest.approx(want[key], rel=1e-6)
     assert got["missing"] == [] and got["whole"] < 1e-6
+
+
+# with replicas and recomputed; split over the ranks of tensor parallelism too, by the rows of each expert
+@pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "hsdp2x2_ep2+full"), ("two_experts", "fsdp2_tp2")])
+def test_experts_in_a_unit_of_their_own_train_to_the_same_bits(model, layout, run_layout):
+    [apart, _], [together, _] = (run_layout(model, layout, work) for work in (trained_apart, trained))
+    assert "layers.1.feed_forward.experts" in apart["units"]
+    for key in ("start", "squares", "counts", "buffers", "loss", "grad_norm", "whole", "missing"):
+        assert apart[key] == together[key], key
+
+
+def test_a_frozen_layer_is_not_gathered_for_a_backward_with_its_experts_in_a_unit_of_their_own(run_layout):
+    [apart, _], [together, _] = (run_layout("adapted", "fsdp2_ep2", work) for work in (trained_apart, trained))
+    assert apart["unneeded"] == together["unneeded"] == 3  # of the embedding, of the first layer and of its experts
+    assert apart["loss"] == together["loss"] and apart["grad_norm"] == together["grad_norm"]
+
+
+def test_a_block_with_experts_in_a_unit_of_their_own_is_one_graph(run_layout):
+    """Each block is compiled with ``fullgraph``, which refuses the hooks of a unit inside of it."""
+    apart, alone = run_layout("traced", "fsdp2_ep2+compile+full", trained_apart)
+    assert apart["units"] != alone["units"] and apart["graphs"] == 1  # of both layers
+    assert apart["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert apart["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-6)
+    assert apart["counts"] == alone["counts"] and apart["whole"] < 1e-6
 
 
 N, K, E, D = 6, 2, 4, 8
@@ -171,8 +213,21 @@ def test_any_split_of_experts_loads_what_any_other_saved(tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / str(number - 1))
 
 
-def test_a_gradient_that_differs_the_second_time_is_seen_in_experts_too(tmp_path, capfd):
+def test_experts_in_a_unit_of_their_own_load_and_save_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "check_steps_left", lambda step, config: None)
+    train(flags("fsdp4_ep2", *OWN), tmp_path / "together")
+    monkeypatch.setattr(fsdp, "MESH_PER_PARAMETER", False)
+    load = ("--checkpoint.load_path", str(tmp_path / "together/checkpoints"))
+    train(flags("fsdp4_ep2", *OWN, *load), tmp_path / "apart")  # with nothing left to train it saves what it loaded
+    together, apart = (sorted((tmp_path / name).glob("checkpoints/*/rank-*")) for name in ("together", "apart"))
+    assert [file.read_bytes() for file in apart] == [file.read_bytes() for file in together] != []
+
+
+@pytest.mark.parametrize("has_own_unit", [False, True])
+def test_a_gradient_that_differs_the_second_time_is_seen_in_experts_too(has_own_unit, tmp_path, capfd, monkeypatch):
     """On its way through a layer it comes to experts of both ranks; each layer shows two gradients."""
+    if has_own_unit:
+        monkeypatch.setattr(fsdp, "MESH_PER_PARAMETER", False)
     layout = [*ROUTED, *layout_flags("fsdp2_ep2", 12), "--sdc.recompute_interval", "2"]
     error = error_of([*layout, "--training.local_batch_size", "6"], partial(flip_gradient, 3), 1, tmp_path, capfd)
     assert "CorruptionError: step 2, computed twice" in error

@@ -52,7 +52,7 @@ QWEN3 = ("tp8", "fsdp2_tp2", "pp2_tp2", "cp2+ulysses", "fsdp2+full")
 EXPERTS = {
     "qwen3_moe": (
         *("fsdp2_ep2_accum2+deferred", "fsdp4_ep2", "hsdp2x2_ep2", "tp2_ep2", "cp2_ep2+ulysses", "pp2_fsdp2_ep2+1f1b"),
-        *("fsdp2_ep2+full", "fsdp2_ep2+document"),
+        *("fsdp2_ep2", "fsdp2_ep2+full", "fsdp2_ep2+document"),
     ),
     "sigmoid_moe": (
         *("accum4", "fsdp4_ep4", "fsdp2_tp2_ep4", "cp2_ep2", "pp2_tp2_ep2", "pp2_fsdp2_ep2+zbv_zero_bubble"),
