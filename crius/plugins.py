@@ -17,7 +17,9 @@ from typing import TypeVar
 
 from crius.errors import ConfigError
 
-MODELS, DATA, SINKS = "crius.models", "crius.data", "crius.sinks"
+MODELS = "crius.models"
+DATA = "crius.data"
+SINKS = "crius.sinks"
 GROUPS = {"model.name": MODELS, "data.source": DATA, "metrics.sinks": SINKS}
 """Groups, by the setting that names their members."""
 

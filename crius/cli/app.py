@@ -208,7 +208,8 @@ def facts_of(
 
 def _with_flavor(run: RunConfig) -> RunConfig:
     """``run`` with the first flavor of its model, if no flavor is requested and the model lacks the default one."""
-    name, spec = "model.flavor", find_spec(run.model.name)
+    name = "model.flavor"
+    spec = find_spec(run.model.name)
     is_open = SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}")
     is_default = SOURCES.origin("model.name") == "default"
     if spec is None or run.model.flavor in spec.known_flavors or not is_open or is_default:
@@ -233,7 +234,8 @@ def place_of(facts: Facts) -> tuple[Machine, "Hardware"]:
     """The hardware of the run of ``facts``, and the memory of each rank. A GPU that this machine lacks is an H100."""
     from crius.tools.plan.auto import gpu_name, hardware_here
 
-    ranks, here = facts.num_ranks, facts.local_ranks
+    ranks = facts.num_ranks
+    here = facts.local_ranks
     on_gpu = facts.config.training.device != "cpu" and (facts.is_dry or facts.num_gpus > 0)
     machine = Machine(device="cuda" if on_gpu else "cpu", name=gpu_name(), ranks=ranks, local_ranks=here)
     return machine, hardware_here(on_gpu=on_gpu, num_ranks=ranks, local_ranks=here, is_dry=True)
@@ -254,7 +256,8 @@ def _base_name(run: RunConfig) -> str:
     names = [f"model.{field.name}" for field in dataclasses.fields(ModelConfig)]
     if SOURCES.recipe and all(SOURCES.origin(name) in ("default", f"recipe {SOURCES.recipe}") for name in names):
         return SOURCES.recipe
-    source, defaults = run.model.from_hf or run.checkpoint.init_from, ModelConfig()
+    source = run.model.from_hf or run.checkpoint.init_from
+    defaults = ModelConfig()
     given = (name for name in vars(defaults) if SOURCES.origin(f"model.{name}") == "command line" or not source)
     changed = [
         f"{name}_{getattr(run.model, name)}"

@@ -182,7 +182,8 @@ def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
         ConfigError: lists all settings that exclude each other or have no effect.
     """
     run = RunConfig(data=data, tokenizer=tokenizer)
-    values, defaults = flatten(run), flatten(RunConfig())
+    values = flatten(run)
+    defaults = flatten(RunConfig())
     facts = Facts(
         asked=run,
         config=run,
@@ -329,7 +330,8 @@ def _examine_run(report: "Report", facts: Facts) -> None:
     if report.gpu_bytes and facts.config.training.device != "cpu":
         _examine_kernels(report, facts.config)
     needed, there = _memory(facts, report.gpu_bytes)
-    model, ranks = facts.model, f"{facts.num_ranks} rank{'s' * (facts.num_ranks > 1)}"
+    model = facts.model
+    ranks = f"{facts.num_ranks} rank{'s' * (facts.num_ranks > 1)}"
     line = f"{model.name} on {ranks}, {model.num_parameters:,} parameters"
     gibibytes = f"{needed / GIB:.1f} GiB planned of {there / GIB:.1f} for a rank"
     report.facts["this run"] = f"{line}: {gibibytes}"

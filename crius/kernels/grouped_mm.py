@@ -25,7 +25,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from crius.kernels import choice
 
-_TILE, _STEP = 128, 16  # most rows of a tile, and a divisor of their number
+# most rows of a tile, and a divisor of their number
+_TILE = 128
+_STEP = 16
 
 _library = torch.library.Library("crius", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

@@ -240,7 +240,9 @@ def show_gradients(
     shown = {}
     for unit in units:
         inner = TreeReduceScatter(mesh.layout.cp) if training.reproducible else PlainReduceScatter()
-        name, module = "+".join(unit.modules), model.get_submodule(unit.modules[0])  # its modules share one state
+        # its modules share one state
+        name = "+".join(unit.modules)
+        module = model.get_submodule(unit.modules[0])
         for index, group in enumerate(param_groups(module)):  # experts may be in a second group
             shown[f"{name}/experts" if index else name] = scatter = HashedReduceScatter(inner)
             group._reduce_scatter_comm = scatter
