@@ -77,6 +77,7 @@ def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask)
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, enable_gqa=True)
 
 
+# torch 2.11 lacks the argument and compares no numbers of heads; its FlashAttention takes shared heads all the same
 _SHARES_HEADS: dict[str, Any] = {"enable_gqa": True} if release(torch.__version__) >= (2, 12) else {}
 
 
@@ -86,8 +87,6 @@ def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends:
     """
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  for GPUs; it imports torch's compiler
 
-    if not _SHARES_HEADS:
-        k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     batch, _, tokens, _ = q_BNTH.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
     y = cast(Tensor, varlen_attn(q, k, v, ends, ends, tokens, tokens, window_size=(-1, 0), **_SHARES_HEADS))
