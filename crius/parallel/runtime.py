@@ -26,11 +26,8 @@ from crius.plugins import loaded_nccl, release
 
 log = logging.getLogger("crius.parallel")
 
-# torch 2.13 deprecates these names; the new names do not exist in 2.11
+# torch 2.13 deprecates this name; the new name does not exist in 2.11
 _all_gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
-_reduce_scatter = (
-    getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
-)
 
 
 def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -40,15 +37,6 @@ def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """
     gathered: Tensor = _all_gather(x.contiguous(), 0, mesh)
     return gathered
-
-
-def reduce_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks of ``mesh``, one axis. Each rank gets its part of dim 0, in the order of the ranks.
-
-    The gradients of the parts are gathered.
-    """
-    scattered: Tensor = _reduce_scatter(x.contiguous(), "sum", 0, mesh)
-    return scattered
 
 
 def all_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -32,7 +32,7 @@ from crius.models.layers import Linear, Loss, Output, RMSNorm
 from crius.models.moe import Router
 from crius.models.plan import ShardingPlan
 from crius.parallel.allocate import keeping_ties
-from crius.parallel.runtime import all_gather, reduce_scatter
+from crius.parallel.runtime import all_gather
 
 _FUSED = re.compile(r"torch\.ops\.symm_mem\.fused_\w+\.default\(")
 _PLAIN = re.compile(r"torch\.ops\._c10d_functional\.(?:all_gather|reduce_scatter)_\w+\.default\(")
@@ -64,8 +64,31 @@ def _gather_sequence(x_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _scatter_sequence(summand_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``(B, T, D)`` to ``(B, T / ranks, D)``, summed over the ranks."""
-    return reduce_scatter(torch.cat(summand_BTD.chunk(mesh.size(), dim=1)), mesh)
+    """``(B, T, D)`` to ``(B, T / ranks, D)``, summed over the ranks. The gradients of all ranks are gathered."""
+    scattered_BTD: Tensor = _ScatterSequence.apply(summand_BTD, mesh.get_group().group_name, mesh.size())
+    return scattered_BTD
+
+
+@torch._dynamo.allow_in_graph
+class _ScatterSequence(torch.autograd.Function):
+    """Its gradient is written as ``_gather_sequence`` is.
+
+    Autograd would slice what the gradient of ``chunk`` joins, which the micro-pipeline pass of torch 2.11 does not match.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, summand_BTD: Tensor, group_name: str, num_ranks: int) -> Tensor:
+        ctx.group = (num_ranks, group_name)
+        ops, parts = torch.ops._c10d_functional, torch.cat(summand_BTD.chunk(num_ranks, dim=1))
+        scattered_BTD: Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(parts, "sum", num_ranks, group_name))
+        return scattered_BTD
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None, None]:
+        num_ranks, group_name = ctx.group
+        ops = torch.ops._c10d_functional
+        parts = ops.wait_tensor(ops.all_gather_into_tensor(grad_BTD.contiguous(), num_ranks, group_name))
+        return torch.cat(parts.chunk(num_ranks), dim=1), None, None
 
 
 def _lookup(embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
@@ -79,8 +102,7 @@ def _lookup(embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
     places_BT = tokens_BT - _first_row(weight)
     is_here_BT = (places_BT >= 0) & (places_BT < rows_VD.shape[0])
     found_BTD = F.embedding(places_BT * is_here_BT, rows_VD) * is_here_BT[..., None]
-    # the result of a collective may be a tensor to wait for; a copy is the plain tensor that compiled blocks take
-    return _scatter_sequence(found_BTD, weight.device_mesh).clone()
+    return _scatter_sequence(found_BTD, weight.device_mesh)
 
 
 def _columns(linear: Linear, x_BTD: Tensor) -> Tensor:

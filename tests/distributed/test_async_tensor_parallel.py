@@ -119,8 +119,7 @@ def test_fused_collectives_of_a_cached_graph_count_too(fused_runs):
     """All-gather and reduce-scatter in the forward; in the backward the all-gather, but not the reduce-scatter, which
     reads the sum of what w1 and w3 bring."""
     for found in fused_runs:
-        assert found["cold count"] == found["warm count"]
-        assert found["cold count"] in ([[3, 4]] if torch.__version__ >= "2.13" else [[2, 4], [3, 4]])  # 2.11's pass: 2
+        assert found["cold count"] == found["warm count"] == [3, 4]
         assert (
             found["cold reason"]
             == found["warm reason"]
