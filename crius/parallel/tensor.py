@@ -36,6 +36,7 @@ from crius.parallel.runtime import all_gather
 
 _FUSED = re.compile(r"torch\.ops\.symm_mem\.fused_\w+\.default\(")
 _PLAIN = re.compile(r"torch\.ops\._c10d_functional\.(?:all_gather|reduce_scatter)_\w+\.default\(")
+_BACKWARD = re.compile(r"^# AOT ID: \['\d+_backward'\]", re.MULTILINE)
 
 # Forwards are methods, not partial functions: torch.compile shares one graph among blocks with equal attributes.
 
@@ -322,22 +323,29 @@ class AsyncTensorParallel:
         self.missing = missing
         self._loaded_before = len(PyCodeCache.modules)
 
-    def count(self) -> tuple[int, int]:
+    def count(self) -> dict[str, tuple[int, int]]:
         """Number of fused collectives, and of all all-gathers and reduce-scatters, in graphs compiled since the start.
 
         Each graph counts once, even if several blocks share it. Call after the first step, which compiles backwards.
+
+        Returns:
+            The two numbers of the ``forward`` and those of the ``backward``.
         """
+        counts = {"forward": (0, 0), "backward": (0, 0)}
         if self.missing:
-            return 0, 0
-        files = {module.__file__ for module in PyCodeCache.modules[self._loaded_before :]}
-        counts = [count_fused(Path(file).read_text(encoding="utf-8")) for file in files if file]
-        return sum(fused for fused, _ in counts), sum(candidates for _, candidates in counts)
+            return counts
+        for file in {module.__file__ for module in PyCodeCache.modules[self._loaded_before :]}:
+            code = Path(file).read_text(encoding="utf-8") if file else ""
+            direction = "backward" if _BACKWARD.search(code) else "forward"
+            fused, candidates = count_fused(code)
+            counts[direction] = (counts[direction][0] + fused, counts[direction][1] + candidates)
+        return counts
 
     def reason(self) -> str:
         """Why none or only some collectives are fused; empty if all are."""
         if self.missing:
             return self.missing
-        fused, candidates = self.count()
+        fused, candidates = map(sum, zip(*self.count().values(), strict=True))
         if not candidates:
             return "no compiled graph has an all-gather or reduce-scatter"
         if not fused:

@@ -3,8 +3,8 @@ effect."""
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -36,6 +36,7 @@ class Effect:
         total: how often it could have had one; None if that is unknown. 0: there was nothing to do on this rank.
         what: things that are counted and further facts, such as ``blocks, 1 graph``.
         reason: why the count is low, or how the optimisation was chosen; may be empty.
+        parts: count and total of each part of the count, by its name, such as ``backward``.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Effect:
     total: int | None = None
     what: str
     reason: str = ""
+    parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def is_inactive(self) -> bool:
@@ -52,7 +54,8 @@ class Effect:
 
     def __str__(self) -> str:
         of_total = "" if self.total is None else f" of {self.total}"
-        return f"{self.name}: {self.count}{of_total} {self.what}" + (f" ({self.reason})" if self.reason else "")
+        parts = "".join(f", {name} {count} of {total}" for name, (count, total) in self.parts.items())
+        return f"{self.name}: {self.count}{of_total} {self.what}{parts}" + (f" ({self.reason})" if self.reason else "")
 
 
 def check(effects: Sequence[Effect], strict: bool, *, rank: int = 0) -> None:
@@ -90,19 +93,22 @@ def check(effects: Sequence[Effect], strict: bool, *, rank: int = 0) -> None:
 def over_stages(effects: Sequence[Effect], ranks: World, pipeline_ranks: int) -> list[Effect]:
     """The effects of the whole model, the same on every rank, from the effects of each rank's part.
 
-    All ranks must give the same effects in the same order: the config decides which are on.
+    All ranks must give the same effects with the same parts in the same order: the config decides which are on.
 
     Args:
         effects: this rank's.
         ranks: all ranks; ranks with the same part of the model give the same counts.
         pipeline_ranks: ranks that together have one copy of the model.
     """
-    counts = torch.tensor([[effect.count, effect.total or 0] for effect in effects], dtype=torch.int64)
-    sums = ranks.sum(counts.to(ranks.device)) // (ranks.size // pipeline_ranks)
-    return [
-        replace(effect, count=count, total=None if effect.total is None else total)
-        for effect, (count, total) in zip(effects, sums.tolist(), strict=True)
-    ]
+    pairs = [pair for effect in effects for pair in ((effect.count, effect.total or 0), *effect.parts.values())]
+    counts = torch.tensor(pairs, dtype=torch.int64)
+    sums = iter((ranks.sum(counts.to(ranks.device)) // (ranks.size // pipeline_ranks)).tolist())
+    whole = []
+    for effect in effects:
+        count, total = next(sums)
+        parts = {name: tuple(next(sums)) for name in effect.parts}
+        whole.append(replace(effect, count=count, total=None if effect.total is None else total, parts=parts))
+    return whole
 
 
 def of_low_precision(precision: LowPrecision, parts: Sequence[Converted], shards: int) -> list[Effect]:
@@ -225,8 +231,11 @@ def of_compile(num_blocks: int, report: CompileReport) -> Effect:
 
 
 def of_async_tensor_parallel(async_tp: AsyncTensorParallel) -> Effect:
-    """Collectives that were fused with a matmul, of all that could be; ``async_tp: 0 fused (needs CUDA)`` on a CPU."""
-    fused, candidates = async_tp.count()
+    """Collectives that were fused with a matmul, of all that could be, in both directions and in each of them;
+    ``async_tp: 0 fused (needs CUDA)`` on a CPU.
+    """
+    parts = async_tp.count()
+    fused, candidates = map(sum, zip(*parts.values(), strict=True))
     return Effect(
         name="async_tp",
         flag="--parallelism.enable_async_tensor_parallel",
@@ -234,6 +243,7 @@ def of_async_tensor_parallel(async_tp: AsyncTensorParallel) -> Effect:
         total=candidates or None,
         what="fused",
         reason=async_tp.reason(),
+        parts={} if async_tp.missing else parts,
     )
 
 

@@ -90,4 +90,4 @@ def enable(folder, device_type, placement):
 @pytest.mark.parametrize(("device_type", "reason"), [("cpu", "needs CUDA"), ("cuda", "needs NCCL")])
 def test_a_device_without_it_is_left_alone_and_says_why(device_type, reason, tmp_path):
     assert run_workers(functools.partial(enable, tmp_path, device_type), 1, tmp_path) == 0
-    assert json.loads((tmp_path / "found.json").read_text()) == [reason, [0, 0], False]
+    assert json.loads((tmp_path / "found.json").read_text()) == [reason, {"forward": [0, 0], "backward": [0, 0]}, False]

@@ -2,12 +2,13 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import parse
+from torch._inductor.codecache import PyCodeCache
 
 from crius.config.layout import Layout
 from crius.config.training import CompileConfig
@@ -187,20 +188,45 @@ def test_only_rank_0_speaks(lines):
     assert lines() == []
 
 
+GATHER = "buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(arg0, 2, '1')\n"
+SCATTER = "buf1 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf0, 'sum', 2, '1')\n"
+FUSED = "buf2 = torch.ops.symm_mem.fused_all_gather_matmul.default(arg0, [arg1], 1, '1')\n"
+GRAPHS = {
+    "forward": f"# AOT ID: ['0_forward']\n{FUSED * 4}",
+    "backward": f"# AOT ID: ['0_backward']\n{GATHER * 2}{SCATTER * 2}{FUSED}",
+    "of validation": f"# AOT ID: ['1_inference']\n{FUSED * 3}{GATHER}",
+}
+
+
+def test_async_tensor_parallelism_says_what_was_fused_in_each_direction(tmp_path, monkeypatch):
+    monkeypatch.setattr(PyCodeCache, "modules", [])
+    async_tp = AsyncTensorParallel()
+    for name, code in GRAPHS.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(code)
+        PyCodeCache.modules.append(SimpleNamespace(__file__=str(path)))
+    line = (
+        "async_tp: 8 of 13 fused, forward 7 of 8, backward 1 of 5 (the others are not next to a matmul that Inductor "
+    )
+    assert str(of_async_tensor_parallel(async_tp)) == line + "can fuse them with)"
+
+
 class FourRanks(World):
     """The second of two pipeline ranks with two replicas each, as the four of them would sum."""
 
     def sum(self, values):
-        other = torch.tensor([[3, 3], [0, 4], [0, 0]])
+        other = torch.tensor([[3, 3], [0, 4], [0, 0], [5, 8], [4, 4], [1, 4]])
         return values.add_(other).mul_(2)
 
 
 def test_the_stages_of_a_pipeline_sum_to_the_model_and_replicas_count_once():
     """A stage without a block is no reason to end the run, an optimisation that no stage has is."""
     mine = [Effect(name=name, flag="-", count=count, total=total, what="x") for name, count, total in STAGE]
+    mine.append(replace(mine[-1], count=6, total=8, parts={"forward": (4, 4), "backward": (2, 4)}))
     whole = over_stages(mine, FourRanks(2, 4, torch.device("cpu")), pipeline_ranks=2)
-    assert [(effect.count, effect.total) for effect in whole] == [(3, 3), (0, 4), (0, None)]
-    assert [effect.is_inactive for effect in whole] == [False, True, True]
+    assert [(effect.count, effect.total) for effect in whole] == [(3, 3), (0, 4), (0, None), (11, 16)]
+    assert [effect.is_inactive for effect in whole] == [False, True, True, False]
+    assert str(whole[-1]) == "async_tp: 11 of 16 x, forward 8 of 8, backward 3 of 8"
 
 
 STAGE = [("compile", 0, 0), ("planted", 0, 0), ("async_tp", 0, None)]
