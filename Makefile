@@ -2,7 +2,7 @@
 # make smol    a real model in the folder smol, to talk to and to train on
 # make test    everything that CI runs              make clean       remove .venv
 # make test-full   that, then the slow tests and those with real weights and data, which make setup-real installs
-# make test-torch VERSION=2.15.0   the tests that torch can break, on that torch: 6 GB and 10 minutes; KEEP=1 keeps it
+# make test-torch VERSION=2.15.0   the tests that torch can break, on that torch: 6 GB and 20 minutes; KEEP=1 keeps it
 # make docs    the documentation as a site: docs/_build/html/index.html
 # make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
 # make gpu-check | gpu-bench | gpu-ranks   on a GPU: what is right, how fast it is, several ranks on one card. DRY=1

@@ -1,8 +1,9 @@
 """The tests that torch can break, on another torch: ``make test-torch VERSION=2.15.0``.
 
 Makes an environment in ``build/``, installs that torch with what the tests need, runs the golden curves, the parity of
-layouts and the unit tests that import torch, and prints a row of the table in docs/decisions/002-dependencies.md.
-pip's own variables, such as ``PIP_INDEX_URL``, choose the build of ``torch==VERSION``.
+layouts, the unit tests that import torch and the steps on a fake GPU, and prints a row of the table in
+docs/decisions/002-dependencies.md. pip's own variables, such as ``PIP_INDEX_URL``, choose the build of
+``torch==VERSION``. A build for CUDA brings triton, without which the tests of generated code are skipped.
 """
 
 import argparse
@@ -21,9 +22,14 @@ BUILD = "import torch; print(torch.__version__)"
 
 
 def parts(root: Path = ROOT) -> dict[str, list[str]]:
-    """What is run, by the name of its column."""
+    """Arguments of pytest by the name of the column."""
     unit = [path for path in sorted((root / "tests/unit").glob("test_*.py")) if IMPORTS_TORCH.search(path.read_text())]
-    return {"golden": ["tests/golden"], "parity": ["tests/parity"], "unit": [str(path) for path in unit]}
+    return {
+        "golden": ["tests/golden"],
+        "parity": ["tests/parity"],
+        "unit": [str(path) for path in unit],
+        "cuda_fake": ["tests/cuda_fake", "-m", "slow or not slow"],  # generated code is slow
+    }
 
 
 def counts(junit: Path) -> str:
@@ -40,12 +46,12 @@ def counts(junit: Path) -> str:
 def run(python: Path, folder: Path, seconds: float) -> tuple[dict[str, str], bool]:
     """The cells of the row, and whether all that ran passed within ``seconds``."""
     cells, is_good, end = {}, True, time.monotonic() + seconds
-    for name, paths in parts().items():
+    for name, arguments in parts().items():
         junit = folder / f"{name}.xml"
         junit.unlink(missing_ok=True)
         # pytest that is interrupted writes what it has
         limit = ["timeout", "--signal", "INT", "--kill-after", "20", str(max(1, round(end - time.monotonic())))]
-        command = [*limit, str(python), "-m", "pytest", "-n", "2", "-rfE", f"--junitxml={junit}", *paths]
+        command = [*limit, str(python), "-m", "pytest", "-n", "2", "-rfE", f"--junitxml={junit}", *arguments]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         cells[name] = counts(junit) + (", out of time" if code in (124, 137) else "")
         is_good = is_good and code == 0
@@ -55,7 +61,7 @@ def run(python: Path, folder: Path, seconds: float) -> tuple[dict[str, str], boo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("version", help="of torch, such as 2.15.0")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of all tests together")
+    parser.add_argument("--seconds", type=float, default=2700.0, help="of all tests together")
     parser.add_argument("--keep", action="store_true", help="leave the environment, and take one that was left")
     options = parser.parse_args()
     folder = ROOT / "build" / f"torch-{options.version}"

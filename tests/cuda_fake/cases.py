@@ -15,6 +15,7 @@ class Case:
         splits: how often the host asks how many rows go where; each time it waits for what it sent last.
         may_wait: the host may have to know the loss before the update; else it looks at it one step later.
         is_slow: it repeats, joined in another way, what others show.
+        needs_torch: oldest torch that can do it, and why; empty where every torch can.
     """
 
     flags: str
@@ -23,6 +24,7 @@ class Case:
     splits: int = 0
     may_wait: bool = False
     is_slow: bool = False
+    needs_torch: tuple[str, str] = ("", "")
 
     @property
     def argv(self) -> list[str]:
@@ -127,7 +129,10 @@ CASES = {
     "reproducible": Case(f"{FSDP} --training.reproducible", {"flash": 2}),
     "reproducible_hsdp": Case(f"{HSDP} --training.reproducible", {"flash": 2}, is_slow=True),
     "lora": Case(f"{FSDP} --lora.rank 4"),
-    "lora_nf4": Case(f"{FSDP} --lora.rank 4 --lora.base nf4"),
+    "lora_nf4": Case(
+        f"{FSDP} --lora.rank 4 --lora.base nf4",
+        needs_torch=("2.12", "older FSDP splits floating-point weights only, and a rule refuses the run"),
+    ),
     "lora_tp2": Case("--p.data_parallel_shard_degree 4 --p.tensor_parallel_degree 2 --lora.rank 4", is_slow=True),
     "qwen3": Case(f"--model.name qwen3 --model.flavor debug {FSDP}"),
     "qwen3_tp2": Case(

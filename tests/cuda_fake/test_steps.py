@@ -39,8 +39,15 @@ def attention(ops: dict[str, int]) -> dict[str, int]:
 
 def cases(*, but: tuple[str, ...] = ()) -> list:
     """All of them as parameters."""
-    marks = {True: (pytest.mark.slow,), False: ()}
-    return [pytest.param(case, id=name, marks=marks[case.is_slow]) for name, case in CASES.items() if name not in but]
+    return [pytest.param(case, id=name, marks=marks(case)) for name, case in CASES.items() if name not in but]
+
+
+def marks(case: Case) -> list:
+    """Whether it is slow, and whether this torch is too old for it."""
+    oldest, reason = case.needs_torch
+    is_too_old = bool(oldest) and torch.__version__ < oldest
+    skips = pytest.mark.skipif(is_too_old, reason=f"torch {oldest} or newer: {reason}")
+    return [skips, pytest.mark.slow] if case.is_slow else [skips]
 
 
 @pytest.mark.parametrize("case", cases())

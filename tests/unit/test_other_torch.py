@@ -45,7 +45,7 @@ def test_it_prints_a_row_and_removes_the_environment_unless_told(keeps, environm
     folder = environment(PASSES)
     assert call(monkeypatch, *["--keep"] * keeps) == 0
     cells = capfd.readouterr().out.splitlines()[-1].split(" | ")
-    assert cells[:4] == ["| 9.9.0+cu999", *["6 passed, 3 skipped"] * 3]
+    assert cells[:5] == ["| 9.9.0+cu999", *["6 passed, 3 skipped"] * 4]
     assert folder.exists() == keeps
 
 
@@ -58,7 +58,11 @@ def test_a_failure_is_in_the_row_and_in_the_exit_code(environment, monkeypatch, 
 def test_tests_that_take_too_long_are_ended_and_said(environment, monkeypatch, capfd):
     environment("exec sleep 60")
     assert call(monkeypatch, "--seconds", "1") == 1
-    assert capfd.readouterr().out.count("no result, out of time") == 3
+    assert capfd.readouterr().out.count("no result, out of time") == 4
+
+
+def test_the_fake_gpu_runs_generated_code_too():
+    assert other_torch.parts()["cuda_fake"] == ["tests/cuda_fake", "-m", "slow or not slow"]
 
 
 def test_unit_tests_are_those_that_import_torch():
