@@ -69,7 +69,7 @@ def main() -> int:
     try:
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", f"torch=={options.version}", "-e", ".[test]"]
+        install = [python, "-m", "pip", "install", "--quiet", f"torch=={options.version}", "-e", ".[test,peers]"]
         subprocess.run(install, cwd=ROOT, check=True)
         build = subprocess.run([python, "-c", BUILD], capture_output=True, text=True, check=True).stdout.strip()
         cells, is_good = run(python, folder, options.seconds)

@@ -74,7 +74,8 @@ def _scatter_sequence(summand_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
 class _ScatterSequence(torch.autograd.Function):
     """Its gradient is written as ``_gather_sequence`` is.
 
-    Autograd would slice what the gradient of ``chunk`` joins, which the micro-pipeline pass of torch 2.11 does not match.
+    Autograd would slice what the gradient of ``chunk`` joins, and the micro-pipeline pass of torch 2.11 does not match
+    a slice.
     """
 
     @staticmethod

@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import ROOT, SMALL, TEXT, crius, read_metrics, steps_of
+from harness import ROOT, SMALL, crius, read_metrics, steps_of
+
+from benchmarks.gpu.runs import documents
 
 DEVICE = "cuda"
 QUIET = ["--validation.interval", "0", "--metrics.log_interval", "1"]
@@ -18,13 +20,9 @@ GOLDEN_RUN = [*SMALL, "--model.num_layers", "8", *QUIET, "--compile.no_enable"]
 def document_run(folder: Path) -> list[str]:
     """Flags of the golden run under the document mask, on rows of several documents.
 
-    The golden text is one file, and so one document, for which the document mask is the causal one. Here each paragraph
-    is a file in ``folder``.
+    The golden text is one file, and so one document, for which the document mask is the causal one.
     """
-    corpus = folder / "documents"
-    corpus.mkdir()
-    for number, paragraph in enumerate(TEXT.read_text().split("\n\n")):
-        (corpus / f"{number:03d}.txt").write_text(paragraph + "\n")
+    corpus = documents(folder / "documents")
     return [*GOLDEN_RUN, "--data.path", str(corpus), "--training.seq_len", "128", "--model.attention_mask", "document"]
 
 
