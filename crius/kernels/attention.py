@@ -102,7 +102,8 @@ def cached_attention(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tenso
         v_BSKH: values.
         mask: bool, ``(B or 1, 1, T, S)``. None: with T = 1 the token sees all S keys; with T = S attention is causal.
     """
-    k_BKSH, v_BKSH = k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2)
+    k_BKSH = k_BSKH.transpose(1, 2)
+    v_BKSH = v_BSKH.transpose(1, 2)
     if q_BTNH.shape[1] == 1:  # the query heads of a key/value head are rows of one matmul, and no key is copied
         q_BKGH = q_BTNH[:, 0].unflatten(1, (k_BSKH.shape[2], -1))
         return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask).flatten(1, 2)[:, None]

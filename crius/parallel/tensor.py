@@ -75,13 +75,14 @@ class _ScatterSequence(torch.autograd.Function):
     """Its gradient is written as ``_gather_sequence`` is.
 
     Autograd would slice what the gradient of ``chunk`` joins, and the micro-pipeline pass of torch 2.11 does not match
-    a slice.
+    that.
     """
 
     @staticmethod
     def forward(ctx: Any, summand_BTD: Tensor, group_name: str, num_ranks: int) -> Tensor:
         ctx.group = (num_ranks, group_name)
-        ops, parts = torch.ops._c10d_functional, torch.cat(summand_BTD.chunk(num_ranks, dim=1))
+        ops = torch.ops._c10d_functional
+        parts = torch.cat(summand_BTD.chunk(num_ranks, dim=1))
         scattered_BTD: Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(parts, "sum", num_ranks, group_name))
         return scattered_BTD
 
@@ -127,7 +128,8 @@ def _rows(linear: Linear, x_BTD: Tensor) -> Tensor:
 def _vocabulary(output: Output, x_BTD: Tensor, use: Callable[..., Tensor] | None = None) -> Tensor:
     """``(B, T, V)`` as a DTensor, or the result of ``use`` for the whole sequence and this rank's rows."""
     weight = _weight(output)
-    mesh, rows_VD = weight.device_mesh, weight.to_local()
+    mesh = weight.device_mesh
+    rows_VD = weight.to_local()
     whole_BTD = _gather_sequence(x_BTD, mesh)
     if use is not None:
 

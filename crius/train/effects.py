@@ -119,8 +119,10 @@ def of_low_precision(precision: LowPrecision, parts: Sequence[Converted], shards
         parts: conversion reports of this rank's stages.
         shards: ranks that FSDP splits a weight over.
     """
-    dense, name = precision.dense, kind(precision.dense)
-    what, linears = summary(precision.choices).partition(" ")[2], sum(part.linears for part in parts)
+    dense = precision.dense
+    name = kind(precision.dense)
+    what = summary(precision.choices).partition(" ")[2]
+    linears = sum(part.linears for part in parts)
     flag = f"--quantize.dense.{name}.enable"
     effects = [Effect(name=name, flag=flag, count=linears, what=what, reason=precision.how)]
     if name == "float8" and dense.float8.enable_fsdp_float8_all_gather:
@@ -143,7 +145,8 @@ def of_low_precision(precision: LowPrecision, parts: Sequence[Converted], shards
 
 def of_lora(job: Job, built: Built) -> Effect:
     """``lora: 210 linears, rank 16, 4.9 M of 139.4 M parameters trained``, of this rank's stages."""
-    facts, lora = job.facts, job.config.lora
+    facts = job.facts
+    lora = job.config.lora
     names = {name.rpartition(".")[0] for name, _ in named_parameters(built.parts) if name.endswith(".lora_A")}
     numbers = facts.num_trained, facts.num_parameters + facts.num_trained
     trained, total = (f"{count / 1e6:,.1f} M" if count >= 10**5 else f"{count:,}" for count in numbers)
@@ -153,7 +156,8 @@ def of_lora(job: Job, built: Built) -> Effect:
 
 def lines_of_base(job: Job) -> list[str]:
     """Which frozen linear layers are kept in fewer bits, and why the others are not."""
-    lora, linears = job.config.lora, block_linears(job.facts)
+    lora = job.config.lora
+    linears = block_linears(job.facts)
     kept = {name: shape for name, shape in linears.items() if not is_quantized(lora, shape)}
     lines = [f"lora: base {lora.base}: {len(linears) - len(kept)} of {len(linears)} linears of the blocks"]
     reasons = Counter(f"{numberless(name)} ({indivisible(shape)})" for name, shape in kept.items())
@@ -284,10 +288,14 @@ class EffectWatch:
     """
 
     def __init__(self, job: Job, *, strict: bool) -> None:
-        self._config, self._layout, self._ranks, self._strict = job.config, job.mesh.layout, job.ranks, strict
+        self._config = job.config
+        self._layout = job.mesh.layout
+        self._ranks = job.ranks
+        self._strict = strict
         self._job = job
         self._report = CompileReport(job.config.compile) if job.config.compile.enable else None
-        is_async, tp = job.config.parallelism.enable_async_tensor_parallel, job.mesh.tp
+        is_async = job.config.parallelism.enable_async_tensor_parallel
+        tp = job.mesh.tp
         self._async = enable_async_tensor_parallel(tp, job.ranks.device.type) if is_async and tp is not None else None
         self._blocks = 0
         self._checkpointed: list[CheckpointedBlocks] = []
