@@ -20,7 +20,7 @@ NCCL for several ranks on one GPU. ``benchmarks/gpu/pack.py`` fills it."""
 
 NEEDED = ("torch", "numpy", "cyclopts", "rich", "tomli_w", "xxhash", "torchao")
 """Modules without which Crius, or a check, does not run."""
-OPTIONAL = ("triton", "transformers", "torchtitan", "liger_kernel", "pytest", "xdist")
+OPTIONAL = ("triton", "transformers", "torchtitan.train", "liger_kernel", "pytest", "xdist")
 """Modules of peers and of the tests: without one its rows cannot run."""
 
 FACTS = """
@@ -29,8 +29,9 @@ import torch
 found = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": None, "modules": {}}
 for name in sys.argv[1:]:
     try:
-        module = importlib.import_module(name)
-        found["modules"][name] = str(getattr(module, "__version__", "there"))
+        importlib.import_module(name)
+        package = sys.modules[name.partition(".")[0]]
+        found["modules"][name] = str(getattr(package, "__version__", "there"))
     except BaseException as error:
         found["modules"][name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 if torch.cuda.is_available():
@@ -87,7 +88,7 @@ def is_usable(wheel: Path) -> bool:
     minor = sys.version_info.minor
     tags = python.split(".")
     older = [int(tag[3:]) <= minor for tag in tags if tag.startswith("cp3") and abi == "abi3"]
-    is_python = "py3" in tags or f"cp3{minor}" in tags or any(older)
+    is_python = any(tag in ("py3", f"py3{minor}", f"cp3{minor}") for tag in tags) or any(older)
     machine = f"_{platform.machine()}"
     is_platform = any(tag == "any" or ("linux" in tag and tag.endswith(machine)) for tag in platforms.split("."))
     return is_python and is_platform

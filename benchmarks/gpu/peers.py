@@ -92,7 +92,7 @@ class Entry:
 
 
 def _titan(*options: str) -> Entry:
-    return Entry("titan", options, needs="torchtitan", dry_options=(*options, "--eager"))
+    return Entry("titan", options, needs="torchtitan.train", dry_options=(*options, "--eager"))
 
 
 ENTRIES = {

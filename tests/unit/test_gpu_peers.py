@@ -182,7 +182,7 @@ def test_the_mfu_of_4_layers_is_a_claim_with_both_ends(tflops, ok, tmp_path):
 
 @pytest.mark.parametrize(("device", "ok"), [("cuda", False), ("cpu", None)])
 def test_a_peer_that_is_not_there_is_said(device, ok, tmp_path):
-    modules = MODULES | {"torchtitan": "ModuleNotFoundError: No module named 'torchtitan'"}
+    modules = MODULES | {"torchtitan.train": "ModuleNotFoundError: No module named 'torchtitan'"}
     this = round_of(tmp_path, device, modules=modules)
     assert peers.present(this, ("crius", "titan"), peers.ENTRIES) == ["crius"]
     assert rows_in(tmp_path) == {"titan": ok}

@@ -209,6 +209,8 @@ def test_only_what_is_missing_is_taken_from_the_wheels(tmp_path):
     [
         ("rich_rst-2.2.0-py3-none-any.whl", True),
         ("six-1.17.0-py2.py3-none-any.whl", True),
+        ("multiprocess-0.70.18-py3{minor}-none-any.whl", True),
+        ("multiprocess-0.70.18-py38-none-any.whl", False),
         ("torchao-0.18.0-cp310-abi3-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl", True),
         ("torchao-0.18.0-cp399-abi3-manylinux_2_28_x86_64.whl", False),
         ("matplotlib-3.11.2-cp3{minor}-cp3{minor}-manylinux2014_x86_64.manylinux_2_17_x86_64.whl", True),
