@@ -52,7 +52,9 @@ def open_cached(
     content: list[Any] = [FORMAT_VERSION, data.source, "" if data.source in ("stdlib", "text") else data.text_field]
     if data.format == "chat":
         content = [CHAT_VERSION, data.source, chat_encoder(data, config, tokenizer).fingerprint]
-    content += [*([version] * bool(version)), tokenizer.fingerprint, *digests]
+    if version:
+        content.append(version)
+    content += [tokenizer.fingerprint, *digests]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     folder = root / "tokens" / key
     if (found := _open(folder)) is not None:

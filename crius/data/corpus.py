@@ -230,8 +230,9 @@ def _check_held_out(
         fixes.append(f"--validation.fraction {fraction:g}")
     if tokens >= 2:
         fixes.append(f"--training.seq_len {_power_of_two(tokens - 1)}")
+    label = f"validation {name}" if name else "validation"
     raise DataError(
-        f"{tokens:,} tokens are held out for validation{f' {name}' * bool(name)}, but one sequence needs {needed:,}.",
+        f"{tokens:,} tokens are held out for {label}, but one sequence needs {needed:,}.",
         where="--validation.path" if validation.path else f"--validation.fraction {validation.fraction}",
         fix=", or ".join([*fixes, "--validation.interval 0 for no validation"]),
     )
@@ -260,5 +261,6 @@ def _describe(
     for name, part in held.items():
         where = "" if part.file is train.file else f" of {part.file.meta.source}"
         counts = f"{_num_tokens(part):,} tokens = {part.num_samples:,} sequences held out{where}"
-        lines.append(f"validation{f' {name}' * bool(name)}: {counts}")
+        label = f"validation {name}" if name else "validation"
+        lines.append(f"{label}: {counts}")
     return (*lines, *([] if held else ["validation: off"]))

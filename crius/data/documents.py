@@ -199,7 +199,8 @@ def describe(data: DataConfig, files: tuple[Path, ...]) -> str:
     if data.source == "stdlib":
         return f"stdlib of Python {platform.python_version()}, {len(files):,} files"
     names = ", ".join(data.path[:3]) + (", ..." if len(data.path) > 3 else "")
-    return f"{data.source} {names}, {len(files):,} file{'s' * (len(files) != 1)}"
+    noun = "file" if len(files) == 1 else "files"
+    return f"{data.source} {names}, {len(files):,} {noun}"
 
 
 def document_text(row: object, field: str, where: str) -> str:
@@ -261,7 +262,7 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
         raise DataError(
             f"{pattern} does not exist.",
             where=flag,
-            why=f"looked in {Path.cwd()}" * (not path.is_absolute()),
+            why="" if path.is_absolute() else f"looked in {Path.cwd()}",
             fix=f"{flag} with a file, a folder or a pattern that exists",
         )
     raise DataError(

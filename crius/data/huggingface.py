@@ -73,7 +73,8 @@ class Split:
 
     def describe(self) -> str:
         """A description of how the split is read, for the log."""
-        files = f"{self.num_files:,} file{'s' * (self.num_files != 1)}"
+        noun = "file" if self.num_files == 1 else "files"
+        files = f"{self.num_files:,} {noun}"
         if self.by_file:
             return f"{self.label}: streamed as {self.num_shards} shards of its {files}"
         return (
@@ -127,7 +128,7 @@ def open_huggingface(
     for name, paths in validation.sets.items():
         held = Split(data, paths[0], 1, 0, new_reader) if paths else train
         what = held.label if paths else f"every {hold_out:,}th document, held out"
-        label = f"validation{f' {name}' * bool(name)}"
+        label = f"validation {name}" if name else "validation"
         lines.append(f"{label}: first {validation.num_samples:,} sequences of {what}")
         sample = StreamSample(
             held.validation_readers, num_samples=validation.num_samples, seq_len=seq_len, label=held.label
@@ -148,8 +149,9 @@ def load(data: DataConfig, split: str) -> Any:
         # the library retries here by itself; while it reads rows, it does not always retry
         return datasets.load_dataset(path, data.name or None, split=split, streaming=True)
     except (FileNotFoundError, ValueError) as error:
+        dataset = f"{path} {data.name}" if data.name else path
         raise DataError(
-            f"dataset {path}{f' {data.name}' * bool(data.name)} has no split {split!r} that can be streamed: {error}",
+            f"dataset {dataset} has no split {split!r} that can be streamed: {error}",
             where="--data.path",
             fix="check --data.path, --data.name, --data.split and --validation.path",
         ) from error

@@ -238,7 +238,8 @@ class BatchLoader:
     def start_at(self, step: int) -> None:
         """Continue after ``step`` steps of the current batch size, if there is no state. Not for a stream."""
         self._stop(timeout=None)
-        self.step, self._next_sample = step, self._ended(step * self.global_batch_size)
+        self.step = step
+        self._next_sample = self._ended(step * self.global_batch_size)
 
     def _start(self) -> "_Prefetcher":
         if self._shards and self._next_sample and not any(map(any, self._cursors.values())):

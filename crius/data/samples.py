@@ -295,7 +295,8 @@ def open_samples(
     _check(train, "to train on", global_batch_size, "")
     for name, part in held.items():
         where = "--validation.path" if validation.path else f"--validation.fraction {validation.fraction}"
-        _check(part, f"held out for validation{f' {name}' * bool(name)}", 1, where)
+        label = f"validation {name}" if name else "validation"
+        _check(part, f"held out for {label}", 1, where)
     return train, held, tuple(_describe(train, held, global_batch_size))
 
 
@@ -332,7 +333,7 @@ def _describe(train: SampleSource, held: Mapping[str, SampleSource], global_batc
     if left_out := _left_out(train):
         lines.append(f"train: {'; '.join(left_out)}")
     for name, part in held.items():
-        label = f"validation{f' {name}' * bool(name)}"
+        label = f"validation {name}" if name else "validation"
         where = "" if part.file is train.file else f" of {part.file.meta.source}"
         lines.append(f"{label}: {_counts(part)} held out{where}")
         if left_out := _left_out(part):

@@ -33,43 +33,60 @@ sentencepiece.
 """
 
 TEXTS = (
-    *(
-        "",
-        " ",
-        "  ",
-        "   ",
-        "a",
-        " a",
-        "a ",
-        "  a  b  ",
-        "\n",
-        "\n\n",
-        " \n ",
-        "\t",
-        "\ta\tb",
-        "\r\n",
-        " " * 40,
-        "\n" * 9,
-    ),
-    *("a\r\nb\r\n\r\nc", "Hello world", "Hello  world", "I'm we'll they'D it'S 'ſ 'Ve", "x" * 300, "ab" * 100),
-    *(
-        "1234567890",
-        "3.14159 2,718,281",
-        "1 22 333 4444 55555",
-        "٣٤٥٦ ①② Ⅷ ½",
-        "!!!???...---===>>>",
-        "http://a.b/c?d=e&f",
-    ),
-    *(
-        "Grüße, naïve café",
-        "e\u0301 Å ﬁﬀ ＡＢＣ",
-        "東京 北京 서울 ひらがな",
-        "العربية עברית हिन्दी ไทย",
-        "Здравствуй мир",
-    ),
-    *("🙂🇫🇷👩‍👩‍👧", "\u200b\u00a0\u3000x", "a\u2028b\x85c", "\x00\x01\x7f", "\ufffd\ufeffx", "\U0001f9ff\U0010ffff"),
-    *("def f(x):\n    return x ** 2  # 1\n\n\tif x:\r\n", "    \n  \n", "▁", "▁a", "a▁b", " ▁a", "<0x41>", "a<0x0A>b"),
-    *("<s>", "</s>", "<s> hi </s>", "<unk>", "[INST] hi [/INST]", "<|endoftext|>", "<|im_start|>user\nhi<|im_end|>"),
+    "",
+    " ",
+    "  ",
+    "   ",
+    "a",
+    " a",
+    "a ",
+    "  a  b  ",
+    "\n",
+    "\n\n",
+    " \n ",
+    "\t",
+    "\ta\tb",
+    "\r\n",
+    " " * 40,
+    "\n" * 9,
+    "a\r\nb\r\n\r\nc",
+    "Hello world",
+    "Hello  world",
+    "I'm we'll they'D it'S 'ſ 'Ve",
+    "x" * 300,
+    "ab" * 100,
+    "1234567890",
+    "3.14159 2,718,281",
+    "1 22 333 4444 55555",
+    "٣٤٥٦ ①② Ⅷ ½",
+    "!!!???...---===>>>",
+    "http://a.b/c?d=e&f",
+    "Grüße, naïve café",
+    "e\u0301 Å ﬁﬀ ＡＢＣ",
+    "東京 北京 서울 ひらがな",
+    "العربية עברית हिन्दी ไทย",
+    "Здравствуй мир",
+    "🙂🇫🇷👩‍👩‍👧",
+    "\u200b\u00a0\u3000x",
+    "a\u2028b\x85c",
+    "\x00\x01\x7f",
+    "\ufffd\ufeffx",
+    "\U0001f9ff\U0010ffff",
+    "def f(x):\n    return x ** 2  # 1\n\n\tif x:\r\n",
+    "    \n  \n",
+    "▁",
+    "▁a",
+    "a▁b",
+    " ▁a",
+    "<0x41>",
+    "a<0x0A>b",
+    "<s>",
+    "</s>",
+    "<s> hi </s>",
+    "<unk>",
+    "[INST] hi [/INST]",
+    "<|endoftext|>",
+    "<|im_start|>user\nhi<|im_end|>",
 )
 _NUM_TOKENS = 4000
 _NUM_RUNS = 1000
@@ -239,7 +256,9 @@ def _other(original: Original, what: str) -> DataError:
 
 def _lacking(file: str, kind: str, error: ImportError) -> EnvironmentError:
     """The error for a package that is installed, but needs another package that is missing or has a wrong version."""
-    packages = (*PACKAGES[kind], *["mistral-common"] * (kind == "tekken"))
+    packages = list(PACKAGES[kind])
+    if kind == "tekken":
+        packages.append("mistral-common")
     fix = install_line(*(REQUIREMENTS[package] for package in packages))
     return EnvironmentError(f"tokenizer {file} cannot be converted: {error}.", where="--tokenizer.path", fix=fix)
 

@@ -91,9 +91,18 @@ _KNOWN = {
         "Llama 3",  # names of Llama 3.1: github.com/meta-llama/llama-models, models/llama3/tokenizer.py
         _QWEN_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
         (
-            *("<|begin_of_text|>", "<|end_of_text|>", _RESERVED.format(0), _RESERVED.format(1)),
-            *("<|finetune_right_pad_id|>", _RESERVED.format(2), "<|start_header_id|>", "<|end_header_id|>"),
-            *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>", *map(_RESERVED.format, range(3, 248))),
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            _RESERVED.format(0),
+            _RESERVED.format(1),
+            "<|finetune_right_pad_id|>",
+            _RESERVED.format(2),
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eom_id|>",
+            "<|eot_id|>",
+            "<|python_tag|>",
+            *map(_RESERVED.format, range(3, 248)),
         ),
         "<|begin_of_text|>",
         "<|end_of_text|>",
@@ -168,7 +177,8 @@ def _sentencepiece(file: Path, source: Path) -> tuple[Original, dict[str, Any]]:
 
 def _algorithm(proto: Any) -> str:
     kinds = {1: "unigram", 2: "BPE", 3: "words", 4: "characters"}
-    return kinds.get(proto.trainer_spec.model_type, "?") + " with bytes" * proto.trainer_spec.byte_fallback
+    kind = kinds.get(proto.trainer_spec.model_type, "?")
+    return f"{kind} with bytes" if proto.trainer_spec.byte_fallback else kind
 
 
 def _split_names(spec: dict[str, Any], names: Sequence[str], model: Any, symbol: str) -> None:

@@ -256,7 +256,8 @@ class IndexedSource:
             self._refuse(np.column_stack((first, stored)), sample_ids, starts)
         labels = stored.astype(np.int64)
         tokens = np.empty_like(labels)
-        tokens[:, 0], tokens[:, 1:] = first, stored[:, :-1]
+        tokens[:, 0] = first
+        tokens[:, 1:] = stored[:, :-1]
         rows, columns = self._boundaries(starts)
         tokens[rows, columns] = self.boundary.start_id
         if self.boundary.end_label != self.boundary.eos_id:

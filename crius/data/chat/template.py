@@ -15,8 +15,16 @@ LARGEST_TEXT = 1 << 20
 _LARGEST_CONFIG = 1 << 24  # tokenizer_config.json has a line for each added token: a megabyte for Gemma
 
 END_OF_TURN = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>"),
-    *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end|>",
+    "<|return|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<end_of_utterance>",
 )
 """Special tokens that end a turn of the assistant, in addition to the tokenizer's end of a document."""
 
