@@ -167,7 +167,11 @@ def _cells(shape: Shape, formats: Sequence[str], mode: str) -> list[str]:
     cells = []
     for name in formats:
         speedup = shape.speedup(name, mode)
-        cells.append("-" if speedup is None else f"{speedup:.2f}{'!' if speedup <= 1 else ' '}")
+        if speedup is None:
+            cells.append("-")
+        else:
+            mark = "!" if speedup <= 1 else " "
+            cells.append(f"{speedup:.2f}{mark}")
     return [shape.label, mode, f"{1e3 * high.median:.3f}", f"{high.spread:.1%}", *cells, layers]
 
 

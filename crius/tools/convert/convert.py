@@ -275,7 +275,9 @@ def write_checkpoint(
 def _family(row: KeyRow) -> str:
     """The first part of the key of a row, with a star for the rest; the whole key if the caller named it."""
     first, dot, _ = row.source.removeprefix("app.").partition(".")
-    return row.source if row.reason == SKIPPED else f"{first}.*" if dot else first
+    if row.reason == SKIPPED:
+        return row.source
+    return f"{first}.*" if dot else first
 
 
 def shares(tensors: Mapping[str, Part | TensorSource], names: Iterable[str], most: int) -> list[list[str]]:

@@ -29,8 +29,14 @@ NAMES = frozenset(
     [
         *(f"{_PACKAGE}{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
         *(f"{_PACKAGE}{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
-        *(f"{_PACKAGE}_MEM_FORMAT_ENCODING", _STORAGE_INFO, "torch Size", "torch.serialization _get_layout"),
-        *("collections OrderedDict", "pathlib PosixPath", "pathlib WindowsPath", "pathlib._local PosixPath"),
+        f"{_PACKAGE}_MEM_FORMAT_ENCODING",
+        _STORAGE_INFO,
+        "torch Size",
+        "torch.serialization _get_layout",
+        "collections OrderedDict",
+        "pathlib PosixPath",
+        "pathlib WindowsPath",
+        "pathlib._local PosixPath",
         *(f"torch {name}" for name in (*TORCH_NAMES, *OTHER_DTYPES)),
     ]
 )
@@ -78,7 +84,9 @@ class _Metadata:
 
     def _shape(self, value: Any) -> Shape:
         is_size = isinstance(value, Record) and value.name == "torch Size" and len(value.args) <= 1
-        shape = (value.args[0] if value.args else ()) if is_size else value
+        shape = value
+        if is_size:
+            shape = value.args[0] if value.args else ()
         self._spend(1 + (len(shape) if isinstance(shape, tuple) else 0))
         return check_shape(shape, self._where)
 

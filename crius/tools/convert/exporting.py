@@ -98,11 +98,12 @@ class Export:
         """For people."""
         model = self.source.weights.model["name"]
         size = f"{self.num_bytes / 2**20:,.1f} MiB of {', '.join(self.dtypes)}"
+        noun = "files" if len(self.files) > 1 else "file"
         rows = {
             "source": f"{self.source.weights.origin}, {self.source.weights.digest}",
             "model": f"{model} as {self.kind}",
             "tokenizer": self.tokenizer,
-            "written": f"{self.where}: {size} in {len(self.files)} file{'s' * (len(self.files) > 1)}",
+            "written": f"{self.where}: {size} in {len(self.files)} {noun}",
             "read back": f"{self.tensors} of {self.tensors} tensors equal",
             "logits": self.logits,
         }
@@ -382,9 +383,9 @@ def compared(job: Mapping[str, Any]) -> str:
     limit = max(TOLERANCE, min(ROUNDINGS * rounding, LIMIT))
     if not share <= limit:
         raise _unproven(told, f"another order of sums gives at most {limit:.1e}")
-    at_most = f"at most {limit:.1e}" + f", since rounding alone moves this model by {rounding:.1e}" * (
-        limit > TOLERANCE
-    )
+    at_most = f"at most {limit:.1e}"
+    if limit > TOLERANCE:
+        at_most += f", since rounding alone moves this model by {rounding:.1e}"
     return f"{told}, float32, {found['tokens']} tokens, {at_most}"
 
 

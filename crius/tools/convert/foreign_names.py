@@ -139,11 +139,10 @@ def assign(foreign: Foreign, renames: Sequence[Rename], skips: Sequence[str]) ->
     if unused:
         shown = sorted(unused)[0]
         near = nearest(re.split(r"[ =]", shown)[1], keys)
-        raise ConfigError(
-            f"{shown} matches no key of the checkpoint.",
-            where="command line",
-            fix=f"one of its keys fits {near}" if near else f"its first key is {keys[0] if keys else '(none)'}",
-        )
+        fix = f"its first key is {keys[0]}" if keys else "its first key is (none)"
+        if near:
+            fix = f"one of its keys fits {near}"
+        raise ConfigError(f"{shown} matches no key of the checkpoint.", where="command line", fix=fix)
     return _without_orphans(_distinct(rows), foreign)
 
 

@@ -22,16 +22,27 @@ SUFFIX = ".gguf"
 # GGUF's architecture to Crius's, and whether the writer turned halves of a head's rotary dims into pairs.
 _MODELS = {"llama": ("llama3", True), "qwen3": ("qwen3", False)}
 _NAMES = {
-    **{"tok_embeddings": "token_embd", "norm": "output_norm", "output": "output"},
-    **{"attention_norm": "attn_norm", "ffn_norm": "ffn_norm"},
+    "tok_embeddings": "token_embd",
+    "norm": "output_norm",
+    "output": "output",
+    "attention_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
     **{f"attention.w{one}": f"attn_{one}" for one in "qkv"},
-    **{"attention.wo": "attn_output", "attention.q_norm": "attn_q_norm", "attention.k_norm": "attn_k_norm"},
-    **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
+    "attention.wo": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
 }
 _SIZES = {
-    **{"dim": "embedding_length", "num_layers": "block_count", "ffn_dim": "feed_forward_length"},
-    **{"num_heads": "attention.head_count", "num_kv_heads": "attention.head_count_kv"},
-    **{"norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"},
+    "dim": "embedding_length",
+    "num_layers": "block_count",
+    "ffn_dim": "feed_forward_length",
+    "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
 }
 _PLAIN = {"F32": "F32", "F16": "F16"}  # unquantised tensors stay as they are; all others become float32
 

@@ -36,8 +36,16 @@ from crius.tools.convert.gguf_file import SUFFIX, open_gguf
 from crius.tools.convert.new_folder import new_folder
 
 TOKENIZER_FILES = (
-    *(TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "special_tokens_map.json", ADDED_TOKENS),
-    *("tokenizer.model", "vocab.json", "merges.txt", CONFIG, GENERATION),
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TEMPLATE,
+    "special_tokens_map.json",
+    ADDED_TOKENS,
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    CONFIG,
+    GENERATION,
 )
 """Files that are copied with a tokenizer. An export uses their facts: where to stop, and the longest context."""
 

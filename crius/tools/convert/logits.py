@@ -115,4 +115,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.path.insert(0, os.getcwd())  # as the command line does for --import
         import_models(sys.argv[1:], "command line")
-    sys.stdout.write(json.dumps(compare(**{**(job := json.load(sys.stdin)), "folder": Path(job["folder"])})) + "\n")
+    job = json.load(sys.stdin)
+    job["folder"] = Path(job["folder"])
+    sys.stdout.write(json.dumps(compare(**job)) + "\n")

@@ -8,8 +8,17 @@ from crius.config.toml_file import flatten
 from crius.redact import redact
 
 _SHOWN = (
-    *("model.", "tokenizer.", "data.", "training.", "parallelism.", "optimizer.", "lr_scheduler."),
-    *("quantize.", "lora.", "stability.", "debug."),
+    "model.",
+    "tokenizer.",
+    "data.",
+    "training.",
+    "parallelism.",
+    "optimizer.",
+    "lr_scheduler.",
+    "quantize.",
+    "lora.",
+    "stability.",
+    "debug.",
 )
 """Sections of settings about the training; other sections are about paths."""
 

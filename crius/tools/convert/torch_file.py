@@ -21,13 +21,32 @@ from crius.interop.foreign import ITEMSIZE, Shape, check_shape
 from crius.interop.unpickle import Name, Record, Reference, read_pickle, refusal
 
 OTHER_DTYPES = (  # a Crius checkpoint cannot have them; only their names are known
-    *("uint16", "uint32", "uint64", "complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-    *("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "quint8", "qint8", "qint32"),
+    "uint16",
+    "uint32",
+    "uint64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "bits8",
+    "quint8",
+    "qint8",
+    "qint32",
 )
 
 _STORAGES = {
-    **{"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"},
-    **{"LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8"},
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
     "BoolStorage": "BOOL",
 }
 _V2, _V3, _PARAMETER = (f"torch._utils _rebuild_{what}" for what in ("tensor_v2", "tensor_v3", "parameter"))
@@ -35,7 +54,11 @@ _V2, _V3, _PARAMETER = (f"torch._utils _rebuild_{what}" for what in ("tensor_v2"
 NAMES = frozenset(
     [
         *(f"torch {name}" for name in (*TORCH_NAMES, *OTHER_DTYPES, *_STORAGES, "Size", "ComplexFloatStorage")),
-        *("torch.storage UntypedStorage", "collections OrderedDict", _V2, _V3, _PARAMETER),
+        "torch.storage UntypedStorage",
+        "collections OrderedDict",
+        _V2,
+        _V3,
+        _PARAMETER,
     ]
 )
 """Names that the pickle in an entry may have."""
@@ -44,8 +67,17 @@ MAX_PICKLE = 1 << 26
 _ZIP = b"PK\x03\x04"
 _BLOCK = 1 << 24
 _ZIP_ERRORS = (
-    *(zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, ValueError, OverflowError),
-    *(EOFError, KeyError, IndexError, struct.error, zlib.error),
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+    EOFError,
+    KeyError,
+    IndexError,
+    struct.error,
+    zlib.error,
 )
 
 

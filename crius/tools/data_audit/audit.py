@@ -102,8 +102,18 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """The result as data."""
-        names = [*("steps", "last_step", "first_sample", "end_sample", "epoch_samples", "epochs_crossed")]
-        names += [*("repeated", "skipped", "problems", "notes")]
+        names = [
+            "steps",
+            "last_step",
+            "first_sample",
+            "end_sample",
+            "epoch_samples",
+            "epochs_crossed",
+            "repeated",
+            "skipped",
+            "problems",
+            "notes",
+        ]
         return {name: getattr(self, name) for name in names} | {"attempts": [vars(one) for one in self.attempts]}
 
 

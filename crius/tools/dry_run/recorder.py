@@ -198,7 +198,8 @@ def _attention(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappi
     value = named["value"]
     if func._schema.name.startswith(_VARLEN):  # documents are taken for whole sequences
         query, key, value = (x.unflatten(0, (-1, named["max_q"])).transpose(1, 2) for x in (query, key, value))
-    (*batch, queries, width), keys = query.shape, key.shape[-2]
+    *batch, queries, width = query.shape
+    keys = key.shape[-2]
     pairs = queries * keys
     if named.get("is_causal"):  # query i sees the keys up to i
         short = min(queries, keys)

@@ -40,9 +40,12 @@ def pipeline(
     splits = any(action.kind in "IW" for row in timeline.order for action in row)
 
     def measure(names: Sequence[str], _: int) -> Values:
-        first = modules[0].name in names
-        last = modules[-1].name in names
-        return measure_stage(job, names, 0 if first else total - 1 if last else 1, total, groups, splits=splits)
+        index = 1
+        if modules[0].name in names:
+            index = 0
+        elif modules[-1].name in names:
+            index = total - 1
+        return measure_stage(job, names, index, total, groups, splits=splits)
 
     extrapolation = Extrapolation(measure, job.config, job.facts, full=not extrapolate)
     found = [extrapolation.of(names, 1) for names in split]

@@ -189,7 +189,9 @@ def _of_lines(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[set[Kind],
 
 def _of_line(row: Mapping[str, Any], where: str) -> tuple[Kind, tuple[Request, ...], int]:
     context, choices, gold = (row.get(key) for key in ("context", "choices", "gold"))
-    texts = [row["text"]] if "text" in row else choices if "choices" in row else [row.get("continuation")]
+    texts = choices if "choices" in row else [row.get("continuation")]
+    if "text" in row:
+        texts = [row["text"]]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise DataError("the line has no text to score.", where=where, fix=_ONE_OF)
     if not all(_is_unicode(text) for text in (*texts, context)):

@@ -255,9 +255,15 @@ def _one_of(choices: Sequence[str], text: str) -> str:
 
 
 _VALUES: dict[str, Callable[[str], Any]] = {
-    **{"step": _span, "save": _span, "rank": _whole, "attempt": _whole, "factor": _number},
-    **{"p": partial(_number, low=0, high=1), "seconds": partial(_number, low=0, high=3600)},
-    **{"where": partial(_one_of, ("loss", "grad")), "error": partial(_one_of, ("enospc", "erofs", "slow"))},
+    "step": _span,
+    "save": _span,
+    "rank": _whole,
+    "attempt": _whole,
+    "factor": _number,
+    "p": partial(_number, low=0, high=1),
+    "seconds": partial(_number, low=0, high=3600),
+    "where": partial(_one_of, ("loss", "grad")),
+    "error": partial(_one_of, ("enospc", "erofs", "slow")),
     "phase": partial(_one_of, PHASES),
 }
 

@@ -14,8 +14,19 @@ from crius.tools.report.history import Columns, RunHistory, finite
 from crius.tools.report.runs import history_state
 
 STARTS = (
-    *("crius", "torch", "python", "host", "device", "ranks", "layout", "model", "parameters", "active_parameters"),
-    *("data_hash", "tokenizer", "tokenizer_hash"),
+    "crius",
+    "torch",
+    "python",
+    "host",
+    "device",
+    "ranks",
+    "layout",
+    "model",
+    "parameters",
+    "active_parameters",
+    "data_hash",
+    "tokenizer",
+    "tokenizer_hash",
 )
 """Fields of ``starts.jsonl`` that are compared; see ``crius.train.setup.note_start``."""
 
@@ -105,7 +116,8 @@ def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Compari
     """
     if len(runs) < 2:
         fix = "crius compare A B with the folders of two runs"
-        raise ConfigError(f"{len(runs)} run{'s' * (not runs)} cannot be compared.", where="command line", fix=fix)
+        noun = "run" if runs else "runs"
+        raise ConfigError(f"{len(runs)} {noun} cannot be compared.", where="command line", fix=fix)
     if not 0 <= tolerance < math.inf:
         raise ConfigError(
             f"--tolerance {tolerance} is out of range.", where="command line", fix="give a number of at least 0"
@@ -228,13 +240,17 @@ def _median(columns: Columns, name: str) -> float | None:
 
 
 _FORMS = {
-    **{"tokens_per_second": "{:,.0f}", "memory_gib": "{:.2f}", "wall_seconds": "{:,.1f}"},
+    "tokens_per_second": "{:,.0f}",
+    "memory_gib": "{:.2f}",
+    "wall_seconds": "{:,.1f}",
     **dict.fromkeys(("mfu", "goodput"), "{:.1%}"),
 }
 _ALWAYS = {"state", "step", "loss", "tokens_per_second", "memory_gib", "goodput"}
 """Results that are shown even if no run has a value."""
 _UNITS = {
-    **{"tokens_per_second": "tokens/s, median", "memory_gib": "memory, GiB", "val_loss": "validation loss"},
+    "tokens_per_second": "tokens/s, median",
+    "memory_gib": "memory, GiB",
+    "val_loss": "validation loss",
     "wall_seconds": "wall seconds, last command",
 }
 
@@ -282,4 +298,6 @@ def _loss(value: Any) -> str:
 
 
 def _amount(point: Point) -> str:
-    return f"{point.relative:.1e}" if 0 < point.relative < math.inf else "0" if not point.relative else "not finite"
+    if not point.relative:
+        return "0"
+    return f"{point.relative:.1e}" if 0 < point.relative < math.inf else "not finite"

@@ -17,8 +17,17 @@ from crius.tools.report.curves import TOLERANCE, Curve, common_points, curve, th
 from crius.tools.report.history import RunHistory, finite
 
 SHOWN = (
-    *("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory_gib", "load_max_over_mean", "load_entropy"),
-    *("dead_experts", "aux_loss", "goodput"),
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+    "mfu",
+    "memory_gib",
+    "load_max_over_mean",
+    "load_entropy",
+    "dead_experts",
+    "aux_loss",
+    "goodput",
 )
 """Fields of a record of steps that have a curve."""
 

@@ -255,10 +255,13 @@ def run_lines(rows: Sequence[RunRow]) -> list[str]:
 def _cells(row: RunRow) -> tuple[str, ...]:
     known = row.step is not None
     return (
-        *(row.name, str(row.state)),
+        row.name,
+        str(row.state),
         ("-" if row.step is None else f"{row.step:,}") + (f"/{row.steps:,}" if row.steps else ""),
         shown(row.loss, "{:.4f}", "nan" if known else "-"),
-        *(shown(row.val_loss, "{:.4f}"), shown(row.tokens_per_second, "{:,.0f}"), shown(row.goodput, "{:.1%}")),
+        shown(row.val_loss, "{:.4f}"),
+        shown(row.tokens_per_second, "{:,.0f}"),
+        shown(row.goodput, "{:.1%}"),
         f"{age(row.age_seconds)} ago" if row.age_seconds < _FAR else "-",
     )
 

@@ -184,7 +184,9 @@ def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool)
         is_done = run_row(trial.folder).state.word == "finished"
         if stops:
             break
-        line = f"run {number}/{len(trials)}: {trial.label}, {trial.folder}" + ", already finished" * is_done
+        line = f"run {number}/{len(trials)}: {trial.label}, {trial.folder}"
+        if is_done:
+            line += ", already finished"
         output = sys.stderr if is_quiet else sys.stdout
         output.write(line + "\n")
         output.flush()
@@ -232,8 +234,12 @@ def trial_lines(rows: Sequence[tuple[Trial, RunRow]]) -> list[str]:
     head = [*names, "state", "step", "loss", "val loss", "tokens/s", "run"]
     cells = [
         [
-            *(*trial.values.values(), str(row.state), "-" if row.step is None else str(row.step)),
-            *(shown(row.loss, "{:.4f}"), shown(row.val_loss, "{:.4f}"), shown(row.tokens_per_second, "{:,.0f}")),
+            *trial.values.values(),
+            str(row.state),
+            "-" if row.step is None else str(row.step),
+            shown(row.loss, "{:.4f}"),
+            shown(row.val_loss, "{:.4f}"),
+            shown(row.tokens_per_second, "{:,.0f}"),
             str(trial.folder),
         ]
         for trial, row in rows

@@ -270,7 +270,8 @@ def judge(case: Case, expected: dict[str, Any] | None, result: dict[str, Any]) -
     if {"parameters", "update"} & set(beyond):
         notes.append(f"most in {result['worst']}")
     if result["missing"]:
-        notes.append(f"not exactly once: {', '.join(result['missing'][:3])}" + ", ..." * (len(result["missing"]) > 3))
+        more = ", ..." if len(result["missing"]) > 3 else ""
+        notes.append(f"not exactly once: {', '.join(result['missing'][:3])}{more}")
     if expected is None:
         notes.append(f"parameters move by {result['moved']:.1e}")
     return values, ", ".join(notes), bool(beyond or result["missing"])
@@ -279,7 +280,14 @@ def judge(case: Case, expected: dict[str, Any] | None, result: dict[str, Any]) -
 def _apart(got: Sequence[Any], want: Sequence[Any]) -> float:
     """Largest relative difference over the compared steps; infinite if one is not a number."""
     pairs = list(zip(got, want, strict=True))[:COMPARED_STEPS]
-    return max(0.0 if a == b else _number(abs(a - b) / abs(b)) if b else math.inf for a, b in pairs)
+    return max(_relative(a, b) for a, b in pairs)
+
+
+def _relative(got: float, want: float) -> float:
+    """Difference relative to ``want``; infinite if it is not a number, or if only ``want`` is 0."""
+    if got == want:
+        return 0.0
+    return _number(abs(got - want) / abs(want)) if want else math.inf
 
 
 def _rerouted(got: Sequence[Any], want: Sequence[Any]) -> float:
@@ -338,8 +346,10 @@ def precision(config: RunConfig) -> str:
     dense = config.quantize.dense
     training = config.training
     dtypes = (training.mixed_precision_param, training.mixed_precision_reduce, training.dtype)
-    low = f"float8 {dense.float8.recipe}" if dense.float8.enable else "mxfp8" if dense.mxfp8.enable else ""
-    return ("bfloat16" if "bfloat16" in dtypes else "float32") + (f" and {low}" if low else "")
+    name = "bfloat16" if "bfloat16" in dtypes else "float32"
+    if dense.float8.enable:
+        return f"{name} and float8 {dense.float8.recipe}"
+    return f"{name} and mxfp8" if dense.mxfp8.enable else name
 
 
 def tolerances(config: RunConfig) -> dict[str, Tolerance]:

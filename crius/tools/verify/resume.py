@@ -149,11 +149,14 @@ def _conclude(kills: list[Kill], calm: Life, killed: Life, equality: Equality) -
     recoveries = {recovery["attempt"] - 1: recovery for recovery in killed.recoveries}
     rows = [_row(kill, recoveries.get(kill.attempt)) for kill in kills]
     layouts = any(kill.layout for kill in kills)
-    lines = [f"{'step':>4}  {'phase':<9}  {'rank':>4}  {'steps again':>11}  {'recovery s':>10}" + "  layout" * layouts]
+    lines = [f"{'step':>4}  {'phase':<9}  {'rank':>4}  {'steps again':>11}  {'recovery s':>10}"]
+    if layouts:
+        lines[0] += "  layout"
     for row in rows:
         numbers = [_shown(row["steps_again"]), _shown(row["recovery_seconds"])]
         lines.append(f"{row['step']:>4}  {row['phase']:<9}  {row['rank']:>4}  {numbers[0]:>11}  {numbers[1]:>10}")
-        lines[-1] += f"  {row['layout']}" * layouts
+        if layouts:
+            lines[-1] += f"  {row['layout']}"
     lines.append(f"{killed.seconds:.1f} s with the kills, {costs(calm, killed)}")
     verdict = equality.verdict() if not absent else f"{equality.verdict()}, but {'; '.join(absent)}"
     return absent, {"kills": rows}, lines, verdict
@@ -171,4 +174,6 @@ def _row(kill: Kill, recovery: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _shown(value: float | None) -> str:
-    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.1f}"
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.1f}"

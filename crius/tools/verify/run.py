@@ -123,7 +123,9 @@ def row_of(
     if outcome.result is None:
         return dataclasses.replace(failed, seconds=outcome.seconds, note=outcome.note), None
     values, note, is_wrong = judge(outcome.result)
-    status: Any = "FAIL" if is_wrong else "reference" if is_reference else "ok"
+    status: Any = "reference" if is_reference else "ok"
+    if is_wrong:
+        status = "FAIL"
     row = LayoutRow(layout=name, ranks=ranks, status=status, values=values, seconds=outcome.seconds, note=note)
     return row, outcome.result
 
@@ -177,7 +179,9 @@ class Table:
     def exit_code(self, is_asked: bool) -> int:
         """Exit code: 1 if a row fails, 2 if a requested layout is refused, else 0."""
         counts = self.counts()
-        return 1 if counts["FAIL"] else 2 if is_asked and counts["refused"] else 0
+        if counts["FAIL"]:
+            return 1
+        return 2 if is_asked and counts["refused"] else 0
 
     def _line(self, layout: str, ranks: str, values: Sequence[str], seconds: str, status: str) -> str:
         widths = [16 if name == "hash" else max(9, len(name)) for name in self._columns]
@@ -193,7 +197,9 @@ class Table:
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
-    return value if isinstance(value, str) else "0" if value == 0 else f"{value:.1e}"
+    if isinstance(value, str):
+        return value
+    return "0" if value == 0 else f"{value:.1e}"
 
 
 def _plain(value: Any) -> Any:

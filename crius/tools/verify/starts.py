@@ -23,14 +23,14 @@ INTERVAL = 3
 DATA_PARALLEL = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
 
 SET_BY_VERB = (
-    *(
-        "training.steps",
-        "training.epochs",
-        "metrics.log_interval",
-        "launch.max_restarts",
-        "launch.max_failures_at_step",
-    ),
-    *("checkpoint.folder", "checkpoint.load_path", "checkpoint.load_step"),
+    "training.steps",
+    "training.epochs",
+    "metrics.log_interval",
+    "launch.max_restarts",
+    "launch.max_failures_at_step",
+    "checkpoint.folder",
+    "checkpoint.load_path",
+    "checkpoint.load_step",
 )
 """Settings that both verbs set."""
 
