@@ -230,7 +230,9 @@ class UpdateGuard:
         step = unseen.result.step
         too_many = "" if policy == "stop" else self._count({"skip": "skips", "rollback": "rollbacks"}[policy])
         stops = policy == "stop" or bool(too_many)
-        action = "stopped" if stops else "skipped" if policy == "skip" else "rolled back"
+        action = "skipped" if policy == "skip" else "rolled back"
+        if stops:
+            action = "stopped"
         facts = self._facts(unseen, "non-finite", action, loss, grad_norm)
         culprit = self._reporter.nonfinite(unseen.result, facts)
         what = f"loss {loss:.6g}, grad_norm {grad_norm:.6g}, {culprit}"
@@ -254,7 +256,9 @@ class UpdateGuard:
         is_new_level = bool(self._count("spikes"))
         too_many = self._count("skips") if policy == "skip" else ""
         stops = policy == "stop" or bool(too_many)
-        action = "stopped" if stops else "skipped" if policy == "skip" else "warned"
+        action = "skipped" if policy == "skip" else "warned"
+        if stops:
+            action = "stopped"
         facts = self._facts(unseen, "spike", action, scores["loss"].value, scores["grad_norm"].value)
         self._reporter.spike(unseen.result, scores, facts)
         what = ", ".join(f"{name} {score.value:.4g} (z {score.z:.1f})" for name, score in scores.items())

@@ -369,13 +369,13 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     model = config.model
+    active = f"{facts.num_active_parameters:,} of them active per token, " if facts.is_routed else ""
     lines = [
         f"crius {crius.__version__}, torch {torch.__version__}, {device.type} ({name}{threads}), run {run_dir}",
         f"kernels: {kernels.current()}",
         f"mesh: {layout.axes} = {layout.num_ranks} ranks",
         f"model: {model.name}/{model.flavor}, {facts.num_parameters:,} parameters, "
-        + f"{facts.num_active_parameters:,} of them active per token, " * facts.is_routed
-        + f"{facts.matmul_parameters:,} in matmuls",
+        f"{active}{facts.matmul_parameters:,} in matmuls",
         f"model: {describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size)}",
         *(f"data: {line}" for line in corpus.description),
     ]
@@ -391,5 +391,9 @@ def _log_batch(job: Job) -> None:
     sizes = job.sizes
     log.info(
         "batch: %d sequences of %d tokens per step = %d per microbatch x %d data-parallel ranks x %d microbatches",
-        *(sizes.total, job.config.training.seq_len, sizes.local, job.mesh.layout.batch, sizes.accumulation),
+        sizes.total,
+        job.config.training.seq_len,
+        sizes.local,
+        job.mesh.layout.batch,
+        sizes.accumulation,
     )

@@ -302,9 +302,9 @@ class Loop:
                 if record is None:
                     return []
                 if not math.isfinite(record.val_loss):
+                    loss = f"loss of {name}" if name else "loss"
                     raise NonFiniteError(
-                        f"the validation loss{f' of {name}' * bool(name)} after step {record.step} is "
-                        f"{record.val_loss}.",
+                        f"the validation {loss} after step {record.step} is {record.val_loss}.",
                         why="the updates before it broke the weights",
                         fix="lower --optimizer.lr, or lengthen --lr_scheduler.warmup_steps",
                     )

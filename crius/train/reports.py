@@ -404,4 +404,5 @@ def write_summary(
     }
     write_run_file(run_dir / SUMMARY, json.dumps(summary, indent=2) + "\n", log.warning)
     for name, score in scores.items():
-        log.info("final validation%s: loss %.4f, %.4f bits per byte", f" of {name}" * bool(name), *score.values())
+        label = f"validation of {name}" if name else "validation"
+        log.info("final %s: loss %.4f, %.4f bits per byte", label, *score.values())

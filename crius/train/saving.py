@@ -60,7 +60,10 @@ def save_plan(config: RunConfig, run_dir: Path) -> SavePlan | None:
     if not checkpoint.is_enabled:
         return None
     folder = CheckpointFolder(open_disk(checkpoint_folder(config, run_dir)))
-    saves = steps // checkpoint.interval if checkpoint.interval else steps if checkpoint.interval_minutes else 0
+    if checkpoint.interval:
+        saves = steps // checkpoint.interval
+    else:
+        saves = steps if checkpoint.interval_minutes else 0
     kept = max(checkpoint.keep_last, FEWEST) + 1  # an old one is removed after a new one is complete
     goes_back = checkpoint.load_step >= 0 and not checkpoint.load_path
     present = folder.steps()

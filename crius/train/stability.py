@@ -132,7 +132,8 @@ class Culprit:
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:_NUM_RANKS])) + (", ..." if len(self.ranks) > _NUM_RANKS else "")
-        where = f"on rank{'' if len(self.ranks) == 1 else 's'} {shown}" if self.ranks else "in the sum over ranks"
+        noun = "rank" if len(self.ranks) == 1 else "ranks"
+        where = f"on {noun} {shown}" if self.ranks else "in the sum over ranks"
         if self.weights:
             return f"found {where}; already in the weights of {', '.join(self.weights)}"
         return f"found {where}" + (f", first in the gradient of {self.gradient}" if self.gradient else "")
