@@ -21,10 +21,23 @@ from crius.models.registry import import_models
 from crius.redact import printable, redact
 
 VERBS = {
-    **{"train": "train", "plan": "plan", "verify": "verify", "bench": "bench", "checkpoint": "checkpoint"},
-    **{"generate": "generate", "evaluate": "evaluating", "import": "importing", "export": "exporting"},
-    **{"report": "report", "runs": "runs", "compare": "runs", "sweep": "sweep", "completion": "completion"},
-    **{"config": "settings", "data": "settings", "doctor": "settings"},
+    "train": "train",
+    "plan": "plan",
+    "verify": "verify",
+    "bench": "bench",
+    "checkpoint": "checkpoint",
+    "generate": "generate",
+    "evaluate": "evaluating",
+    "import": "importing",
+    "export": "exporting",
+    "report": "report",
+    "runs": "runs",
+    "compare": "runs",
+    "sweep": "sweep",
+    "completion": "completion",
+    "config": "settings",
+    "data": "settings",
+    "doctor": "settings",
 }
 """Module of each verb in this folder; importing it adds the verb to ``app``."""
 

@@ -191,13 +191,14 @@ def facts_of(
             )
         sys.stderr.writelines(f"{line}\n" for line in told)
     here = asked or resolved.config.parallelism.total_ranks(num_gpus or 1)
+    flag = "--nproc (command line)" if nproc else ""
     return Facts(
         **vars(resolved),
         origin=SOURCES.origin,
         specs=SPECS,
         num_ranks=here,
         asked_ranks=asked,
-        asked_by=placement.launcher if placement else "--nproc (command line)" if nproc else "",
+        asked_by=placement.launcher if placement else flag,
         num_gpus=num_gpus,
         num_cores=os.cpu_count() or 1,
         local_ranks=placement.local_world_size if placement else here,

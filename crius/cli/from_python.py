@@ -83,7 +83,7 @@ def words_of(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) 
     """
     if isinstance(config, Mapping):
         given = [word for name, value in config.items() if value is not None for word in _flag(name, value)]
-        return ["--recipe", recipe] * bool(recipe) + given
+        return ["--recipe", recipe, *given] if recipe else given
     file = scratch / FILE
     file.write_text(to_toml(config), encoding="utf-8")
     beside = {  # that the file lacks: secrets and [job]

@@ -56,8 +56,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 """Settings that ``--precision`` stands for."""
 
 PLANNED = (
-    *("model.", "training.mixed", "training.dtype", "optimizer.state_dtype", "optimizer.implementation"),
-    *("training.device", "training.enable_cpu_offload", "quantize.dense.float8.enable"),
+    "model.",
+    "training.mixed",
+    "training.dtype",
+    "optimizer.state_dtype",
+    "optimizer.implementation",
+    "training.device",
+    "training.enable_cpu_offload",
+    "quantize.dense.float8.enable",
 )
 """Prefixes of settings that a plan depends on and its search does not choose."""
 
@@ -289,9 +295,8 @@ def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Pat
 
 def _sources(files: tuple[Path, ...]) -> list[str]:
     """The recipe and the files of the command line, as typed."""
-    return [f"--recipe {SOURCES.recipe}"] * bool(SOURCES.recipe) + [
-        f"--config {shlex.quote(str(file))}" for file in files
-    ]
+    configs = [f"--config {shlex.quote(str(file))}" for file in files]
+    return [f"--recipe {SOURCES.recipe}", *configs] if SOURCES.recipe else configs
 
 
 def _settings(case: "Case", settings: dict[str, Any], files: tuple[Path, ...]) -> dict[str, Any]:

@@ -331,8 +331,8 @@ def _examine_run(report: "Report", facts: Facts) -> None:
         _examine_kernels(report, facts.config)
     needed, there = _memory(facts, report.gpu_bytes)
     model = facts.model
-    ranks = f"{facts.num_ranks} rank{'s' * (facts.num_ranks > 1)}"
-    line = f"{model.name} on {ranks}, {model.num_parameters:,} parameters"
+    ranks = "ranks" if facts.num_ranks > 1 else "rank"
+    line = f"{model.name} on {facts.num_ranks} {ranks}, {model.num_parameters:,} parameters"
     gibibytes = f"{needed / GIB:.1f} GiB planned of {there / GIB:.1f} for a rank"
     report.facts["this run"] = f"{line}: {gibibytes}"
     if needed > there:
