@@ -48,12 +48,10 @@ class Choice:
 
     def described(self) -> dict[str, str]:
         """Each kernel and its reason, as a phrase."""
-        taken = {
-            "linear": self.linear,
-            "pointwise": self.pointwise,
-            "attention": (" > ".join(self.attention) or "torch's own order")
-            + f" with FlashAttention {self.flash}" * (self.flash != 2),
-        }
+        attention = " > ".join(self.attention) or "torch's own order"
+        if self.flash != 2:
+            attention += f" with FlashAttention {self.flash}"
+        taken = {"linear": self.linear, "pointwise": self.pointwise, "attention": attention}
         why = dict(self.reasons)
         return {name: f"{value} ({why.get(name) or 'as asked'})" for name, value in taken.items()}
 
@@ -235,7 +233,9 @@ def _flash(asked: str, capability: tuple[int, int] | None, is_main: bool) -> tup
         ConfigError: the config names a version that does not run here.
     """
     newest = _NEWEST.get(capability[0], "") if capability else ""
-    name = asked if asked in _FLASH else newest if is_main and asked == "auto" else ""
+    name = newest if is_main and asked == "auto" else ""
+    if asked in _FLASH:
+        name = asked
     if not name:
         return 2, ""
     version, generations, package, get = _FLASH[name]

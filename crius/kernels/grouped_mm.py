@@ -25,9 +25,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from crius.kernels import choice
 
-# most rows of a tile, and a divisor of their number
-_TILE = 128
-_STEP = 16
+_TILE = 128  # most rows of a tile
+_STEP = 16  # divides the number of rows of a tile
 
 _library = torch.library.Library("crius", "FRAGMENT")
 _library.define("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

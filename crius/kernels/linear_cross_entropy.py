@@ -201,7 +201,9 @@ def _scored(labels_N: Tensor, chunks: Chunks) -> Tensor | None:
     if labels_N.device.type != "cpu" or type(labels_N) is not Tensor or chunks.score is not score_block:
         return None
     kept = (labels_N != IGNORE_INDEX).nonzero().squeeze(1)
-    return None if len(kept) == len(labels_N) else kept if len(kept) else kept.new_zeros(1)
+    if len(kept) == len(labels_N):
+        return None
+    return kept if len(kept) else kept.new_zeros(1)
 
 
 def _score(

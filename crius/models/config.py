@@ -71,7 +71,8 @@ def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
         kinds = int if key.startswith("original") else int | float
         if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < 2**63:
             said = f", not {json.dumps(number)[:100]}" if key in section else ""
-            raise ValueError(f"rope_type llama3 needs {key}, a positive {'whole ' * (kinds is int)}number{said}")
+            noun = "whole number" if kinds is int else "number"
+            raise ValueError(f"rope_type llama3 needs {key}, a positive {noun}{said}")
     scaling = RopeScaling(**{name: section[key] for key, name in ROPE_SCALING_KEYS.items()})
     if scaling.factor < 1 or scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ValueError("rope_type llama3 needs a factor of at least 1, and low_freq_factor below high_freq_factor")

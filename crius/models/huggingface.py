@@ -195,7 +195,7 @@ def _read(path: str, where: str) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(
             f"{str(file)[:300]} cannot be read: {error.strerror if isinstance(error, OSError) else error}.",
             where=where,
-            why="this takes a local file or folder; nothing is downloaded" * is_name,
+            why="this takes a local file or folder; nothing is downloaded" if is_name else "",
             fix=fix,
         ) from None
     try:

@@ -36,10 +36,18 @@ ContextFn = Callable[[], Contexts]
 
 EVERY_OTHER = "matmul_every_other"
 _MATMULS = (
-    *("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.linear.default"),
-    *("crius.mkldnn_linear.default", "crius.grouped_mm.default"),
-    *("aten._scaled_mm.default", "aten._scaled_mm_v2.default"),
-    *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default", "aten._scaled_grouped_mm_v2.default"),
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten.baddbmm.default",
+    "aten.linear.default",
+    "crius.mkldnn_linear.default",
+    "crius.grouped_mm.default",
+    "aten._scaled_mm.default",
+    "aten._scaled_mm_v2.default",
+    "aten._grouped_mm.default",
+    "aten._scaled_grouped_mm.default",
+    "aten._scaled_grouped_mm_v2.default",
 )
 # names, not objects: some ops exist only in some versions of torch, or only after one of its modules is imported
 CATEGORIES: Mapping[str, tuple[str, ...]] = {
@@ -64,8 +72,10 @@ CATEGORIES: Mapping[str, tuple[str, ...]] = {
 }
 _CHOICES = ("aten.topk.default", "aten._local_scalar_dense.default")
 _COUNTS = (
-    *("_c10d_functional.all_to_all_single.default", "_c10d_functional.wait_tensor.default"),
-    *("_c10d_functional.all_reduce.default", "aten._to_copy.default"),
+    "_c10d_functional.all_to_all_single.default",
+    "_c10d_functional.wait_tensor.default",
+    "_c10d_functional.all_reduce.default",
+    "aten._to_copy.default",
 )
 """A layer with experts keeps its choices in every mode, and the integer results of the ops of ``_COUNTS``. A layer that
 is recomputed with another routing would have other shapes, or silently another gradient. The host would also wait once
@@ -123,9 +133,11 @@ def apply_activation_checkpoint(
     if is_budget:
         return _memory_budget(len(blocks), config.memory_budget, compile_enabled)
     attention_stays = compile_enabled and any(_is_split_on_cpu(block) for block in blocks)
-    note = "; attention is kept too: torch cannot recompute it in such a graph on a CPU" * attention_stays
+    note = ""
+    if attention_stays:
+        note = "; attention is kept too: torch cannot recompute it in such a graph on a CPU"
     routed = {block for block in blocks if any(isinstance(part, MixtureOfExperts) for part in block.modules())}
-    choices = "; choices and counts of experts are kept too" * bool(routed)
+    choices = "; choices and counts of experts are kept too" if routed else ""
     if config.mode == "selective" and config.selective_option == "op":
         matches = Counter(dict.fromkeys(config.save_ops, 0))
         for block in blocks:

@@ -190,7 +190,11 @@ def _tcp_store(host: str, port: int, rank: int, size: int, timeout: datetime.tim
 def _master(rendezvous: str, size: int) -> str | None:
     """Host of rank 0; None if all ranks are on this host, as far as the rendezvous shows."""
     kind, _, place = rendezvous.partition(":")
-    host = place.rpartition(":")[0] if kind == "tcp" else os.environ.get("MASTER_ADDR", "") if kind == "env" else ""
+    host = ""
+    if kind == "tcp":
+        host = place.rpartition(":")[0]
+    elif kind == "env":
+        host = os.environ.get("MASTER_ADDR", "")
     return None if size == 1 or kind == "file" or host in _LOOPBACK else host
 
 

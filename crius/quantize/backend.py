@@ -52,7 +52,8 @@ class _Padded(Linear):
         """See ``Linear``. With padding, tokens are padded too, since the gradient of the weight sums over tokens."""
         if not self._unit:
             return self._matmul(x, weight)
-        (out_features, in_features), tokens = weight.shape, x.shape[:-1].numel()
+        out_features, in_features = weight.shape
+        tokens = x.shape[:-1].numel()
         extra_out, extra_in, extra_tokens = (-size % self._unit for size in (out_features, in_features, tokens))
         if not (extra_out or extra_in or extra_tokens):
             return self._matmul(x, weight)

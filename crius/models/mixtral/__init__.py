@@ -56,8 +56,12 @@ HF = HuggingFace(
     ),
     computes={"sliding_window": (None,), "router_jitter_noise": (0.0, None)},
     defaults={
-        **{"num_kv_heads": 8, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tied_embeddings": False},
-        **{"num_experts": 8, "top_k": 2},
+        "num_kv_heads": 8,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "tied_embeddings": False,
+        "num_experts": 8,
+        "top_k": 2,
     },
 )
 

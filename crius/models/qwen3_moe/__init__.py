@@ -84,8 +84,13 @@ HF = HuggingFace(
     # every layer has experts; a file without norm_topk_prob means false in transformers
     computes={"norm_topk_prob": (True,), "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
     defaults={
-        **{"num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
-        **{"num_experts": 128, "top_k": 8, "expert_ffn_dim": 768},
+        "num_kv_heads": 4,
+        "norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tied_embeddings": False,
+        "num_experts": 128,
+        "top_k": 8,
+        "expert_ffn_dim": 768,
     },
 )
 
