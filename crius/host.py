@@ -158,7 +158,10 @@ def free_host_bytes() -> int:
         cached = re.search(r"^inactive_file (\d+)$", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
     except OSError:  # not in a container
         return free
-    return free if limit == "max" else min(free, int(limit) - used + (int(cached[1]) if cached else 0))
+    if limit == "max":
+        return free
+    cache = int(cached[1]) if cached else 0
+    return min(free, int(limit) - used + cache)
 
 
 def _of_host() -> int:

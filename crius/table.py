@@ -17,8 +17,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] | None = ()) ->
     widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
 
     def padded(cell: str, column: int) -> str:
-        space = " " * (widths[column] - _width(cell))
-        return cell + space if left is None or column in left else space + cell
+        length = len(cell) + widths[column] - _width(cell)  # in characters: some take two columns, some none
+        return cell.ljust(length) if left is None or column in left else cell.rjust(length)
 
     return ["  ".join(padded(cell, column) for column, cell in enumerate(row)).rstrip() for row in table]
 

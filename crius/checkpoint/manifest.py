@@ -67,9 +67,18 @@ ITEM_BYTES = {
 """Names of dtypes in safetensors files, with the bytes of an element."""
 
 TORCH_NAMES = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
 }
 """Dtypes of tensors that a run saves: torch's name, and the name in safetensors files."""
 

@@ -27,8 +27,12 @@ PACKAGES = {
     **dict.fromkeys(("http", "https"), ("aiohttp", "requests")),
     **dict.fromkeys(("sftp", "ssh"), ("paramiko",)),
     **dict.fromkeys(("hdfs", "arrow_hdfs"), ("pyarrow",)),
-    **{"smb": ("smbprotocol",), "webhdfs": ("requests",), "webdav": ("webdav4",), "hf": ("huggingface_hub",)},
-    **{"oss": ("ossfs",), "oci": ("ocifs",)},
+    "smb": ("smbprotocol",),
+    "webhdfs": ("requests",),
+    "webdav": ("webdav4",),
+    "hf": ("huggingface_hub",),
+    "oss": ("ossfs",),
+    "oci": ("ocifs",),
 }
 """Packages to install for a kind of URL. They differ from the kind's name, which on PyPI is an unrelated package."""
 

@@ -325,11 +325,12 @@ def check_tensors(
         wanted |= rows_of(translated(name), shape)
     if problems := misfits(there, wanted, "the source", "the model"):
         is_fused = any(name.endswith(_FUSED_EXPERTS) for name in there.keys() - wanted.keys())
-        again = "load it with transformers and save it again, which writes each expert as a tensor"
+        fix = "get it again from its origin"
+        if is_fused:
+            problems = f"a tensor has all experts of a layer, which is not supported; {problems}"
+            fix = "load it with transformers and save it again, which writes each expert as a tensor"
         raise CheckpointError(
-            f"the tensors of {where} do not match the model in its settings, {model['name']}.",
-            why="a tensor has all experts of a layer, which is not supported; " * is_fused + problems,
-            fix=again if is_fused else "get it again from its origin",
+            f"the tensors of {where} do not match the model in its settings, {model['name']}.", why=problems, fix=fix
         )
     return {name: translated(name) for name in facts.state_names}
 

@@ -146,7 +146,11 @@ class _Run:
             if self.supervision.watchdog.enable:
                 watch = Watch(self.supervision.watchdog, self.started)
         processes = worker_processes(
-            *(target, num_ranks, self.log_dir, self.folder, self.threads),
+            target,
+            num_ranks,
+            self.log_dir,
+            self.folder,
+            self.threads,
             number=self.number,
             takes_signals=self.supervision is not None,
         )

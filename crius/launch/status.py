@@ -16,8 +16,16 @@ ALONE_PHASES = ("compile", "profiler", "gc")
 """Phases in which one rank works and the others may wait in their step: meanwhile none of them is late."""
 
 PHASES = (
-    *("start", "load", *ALONE_PHASES),
-    *("data", "forward", "backward", "pipeline", "optimizer", "save", "validation"),
+    "start",
+    "load",
+    *ALONE_PHASES,
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "optimizer",
+    "save",
+    "validation",
 )
 """Phases of a rank. ``pipeline`` is forward and backward together, because a schedule mixes them."""
 

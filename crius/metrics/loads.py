@@ -102,5 +102,10 @@ class ExpertLoads:
             names = ", ".join(f"layers.{self._layers[layer]} expert {expert}" for layer, expert in new[:4])
             log.warning(
                 "experts: %d of %d had no token in the last %d steps, new among them: %s%s; %s",
-                *(len(dead), self._idle.numel(), IDLE_STEPS, names, ", ..." if len(new) > 4 else "", self._advice),
+                len(dead),
+                self._idle.numel(),
+                IDLE_STEPS,
+                names,
+                ", ..." if len(new) > 4 else "",
+                self._advice,
             )

@@ -101,7 +101,7 @@ def scalars_of(record: Record, total_gib: float | None) -> dict[str, float]:
         total_gib: memory of the device; None where it is not known.
     """
     if not isinstance(record, StepMetrics):
-        tag = f"validation_metrics/{record.val_set}{'/' * bool(record.val_set)}"
+        tag = f"validation_metrics/{record.val_set}/" if record.val_set else "validation_metrics/"
         names = ("loss", "perplexity", "bits_per_byte")
         return {f"{tag}{name}": getattr(record, f"val_{name}") for name in names}
     scalars = {

@@ -33,8 +33,20 @@ _BAR_COLUMNS = 110
 """Least columns of a terminal at which the live line has a bar."""
 
 _LESS_IMPORTANT = (
-    *("data", "load", "dead", "mfu", "mem", "alloc_retries", "lr", "grad_norm", "tokens/s", "skipped", "rolled_back"),
-    *("(", "bits_per_byte", "perplexity"),
+    "data",
+    "load",
+    "dead",
+    "mfu",
+    "mem",
+    "alloc_retries",
+    "lr",
+    "grad_norm",
+    "tokens/s",
+    "skipped",
+    "rolled_back",
+    "(",
+    "bits_per_byte",
+    "perplexity",
 )
 """First words of the fields that are left out, in this order, if a terminal is too narrow."""
 
@@ -125,8 +137,9 @@ class ConsoleSink:
 
 
 def _validation_fields(record: ValidationMetrics) -> list[str]:
+    name = f"validation of {record.val_set}" if record.val_set else "validation"
     return [
-        f"validation{f' of {record.val_set}' * bool(record.val_set)} at step {record.step}",
+        f"{name} at step {record.step}",
         f"loss {record.val_loss:.4f}",
         f"perplexity {record.val_perplexity:.3f}",
         f"bits_per_byte {record.val_bits_per_byte:.4f}",
