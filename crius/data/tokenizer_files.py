@@ -1,7 +1,7 @@
-"""Finds a tokenizer.json. Files of other libraries are converted to one, once, in a separate process. No torch.
+"""Finds a tokenizer.json. Mistral's tekken.json is converted to one, once, in a separate process. No torch.
 
-transformers converts sentencepiece (``tokenizer.model``), tiktoken (``.tiktoken``, and the ``tokenizer.model`` of
-Llama 3) and Mistral's tekken. The result is stored in the user's cache, keyed by the hash of the input.
+transformers converts it. The result is stored in the user's cache, keyed by the hash of the input. Files of
+sentencepiece (``tokenizer.model``) and tiktoken (``.tiktoken``, and the ``tokenizer.model`` of Llama 3) are refused.
 """
 
 import contextlib
@@ -21,51 +21,54 @@ from pathlib import Path
 from typing import Any
 
 from crius.data.lock import locked
-from crius.errors import DataError, EnvironmentError
+from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.host import python_path, user_cache
 from crius.plugins import REQUIREMENTS, install_line
+from crius.strict_json import load_object
 
-VERSION = 1
+VERSION = 2
 """Version of the conversion. It must change when the conversion writes something else for the same file."""
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ADDED_TOKENS = "added_tokens.json"
-SOURCE = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model", "tekken": "tekken.json"}
-"""Name under which a conversion reads the file, by kind."""
+TEKKEN = "tekken.json"
 
 MOST_BYTES = 1 << 26
-"""Most bytes of a file to convert; the largest one in use, Mistral's tekken, has 19 MB."""
+"""Most bytes of a file to convert; the largest one in use has 19 MB."""
+
+PACKAGES = ("transformers", "tiktoken")
+"""Packages for a conversion. transformers converts; tiktoken gives the ids to compare with."""
 
 _MOST_BESIDE = 1 << 22
 _MOST_SECONDS = 900
-_NAMES = ("tekken.json", "tokenizer.model", "tiktoken.model")
-PACKAGES = {
-    "sentencepiece": ("transformers", "sentencepiece", "protobuf"),
-    "tiktoken": ("transformers", "tiktoken"),
-    "tekken": ("transformers", "tiktoken"),
-}
-"""Packages for a conversion, by kind. transformers converts; the file's own library gives the ids to compare with."""
-
+_ORIGINAL = "tokenizer.model"
+_NAMES = (TEKKEN, _ORIGINAL, "tiktoken.model")
 _MODULES = {"protobuf": "google.protobuf", "mistral-common": "mistral_common"}
 _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d{1,8}\r?(\n|\Z)")
 _OTHERS = "a tokenizer.json, or --tokenizer.path byte"
+_KEEP_IDS = ("", "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
+"""Values of ``tokenizer_class``, without ``Fast``, of tokenizers that number pieces as sentencepiece does."""
 
 _log = logging.getLogger("crius.data")
 
 
 def tokenizer_file(path: str) -> Path:
-    """The tokenizer.json for ``--tokenizer.path``, converted if the path is another kind of file.
+    """The tokenizer.json for ``--tokenizer.path``, converted if the path is a tekken.json.
 
     Raises:
+        ConfigError: it is a file of sentencepiece or tiktoken.
         DataError: there is no tokenizer, or it cannot be converted to the same ids.
         EnvironmentError: a package that the conversion needs is missing.
     """
     place = Path(path).expanduser()
     if place.is_dir() and (place / TOKENIZER).is_file():
         return place / TOKENIZER
-    if (original := original_file(place)) is not None:
+    original = original_file(place)
+    if original is not None and original.suffix == ".json":
         return _converted(original) / TOKENIZER
+    if original is not None:
+        raise _of_another_library(original, is_named=place.is_file())
     if place.is_file():
         return place
     kind = f"is a folder without a {TOKENIZER}" if place.is_dir() else "does not exist"
@@ -74,26 +77,17 @@ def tokenizer_file(path: str) -> Path:
 
 
 def original_file(place: Path) -> Path | None:
-    """The file of sentencepiece, tiktoken or tekken at ``place`` or in that folder; None if there is none.
+    """The file of tekken, sentencepiece or tiktoken at ``place`` or in that folder; None if there is none.
 
     Args:
         place: file or folder.
-
-    Raises:
-        DataError: the folder has several such files.
     """
     if place.is_file():
         if place.suffix == ".json":
             return place if "tekken" in place.name and not _is_converted(place) else None
         return place if {".model", ".tiktoken"} & {*place.suffixes} else None
-    if not place.is_dir():
-        return None
-    named = [place / name for name in _NAMES if (place / name).is_file()]
-    found = named[:1] or sorted(file for file in place.glob("*.tiktoken") if file.is_file())
-    if len(found) > 1:
-        what = f"tokenizer {place} is a folder with {len(found)} .tiktoken files."
-        raise DataError(what, where="--tokenizer.path", fix=f"name one of them: --tokenizer.path {found[0]}")
-    return found[0] if found else None
+    files = [*(place / name for name in _NAMES), *sorted(place.glob("*.tiktoken"))]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _is_converted(file: Path) -> bool:
@@ -112,7 +106,7 @@ def refused(file: Path, why: str, fix: str = _OTHERS) -> DataError:
 
 def missing(packages: tuple[str, ...], file: Path) -> EnvironmentError | None:
     """The error for a file whose conversion lacks packages; None if all are installed."""
-    lacking = [package for package in packages if not _is_installed(_MODULES.get(package, package))]
+    lacking = _lacking(packages)
     if not lacking:
         return None
     return EnvironmentError(
@@ -122,6 +116,10 @@ def missing(packages: tuple[str, ...], file: Path) -> EnvironmentError | None:
     )
 
 
+def _lacking(packages: tuple[str, ...]) -> list[str]:
+    return [package for package in packages if not _is_installed(_MODULES.get(package, package))]
+
+
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -129,22 +127,99 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+def _of_another_library(file: Path, *, is_named: bool) -> ConfigError:
+    """The error for a file of sentencepiece or tiktoken, with a command that makes or gets a tokenizer.json.
+
+    Args:
+        file: the file.
+        is_named: whether the user gave its path, not that of its folder.
+    """
+    folder = shlex.quote(str(file.parent))
+    download = f"hf download REPO {TOKENIZER} --local-dir {folder}, where REPO is the name of this model on the hub"
+    if _is_tiktoken(file):
+        kind = "a tiktoken file"
+        why = "it says neither how a text is split nor which special tokens there are, and so cannot be converted"
+        fix = download
+    else:
+        kind = "a sentencepiece model"
+        why = (
+            "transformers converts it, with sentencepiece and protobuf; where the model has a tokenizer.json, take that"
+        )
+        fix = _conversion(file, is_named=is_named) or download
+    if (file.parent / TOKENIZER).is_file():
+        fix = f"--tokenizer.path {folder}, which has a {TOKENIZER}"
+    what = f"tokenizer {file} is {kind}, and Crius reads {TOKENIZER}."
+    return ConfigError(what, where="--tokenizer.path", why=why, fix=fix)
+
+
+def _is_tiktoken(file: Path) -> bool:
+    """Whether a file is of tiktoken or of sentencepiece, by its content: Llama 2 and Llama 3 give both one name.
+
+    Raises:
+        DataError: it is neither, or cannot be read.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(4096)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    is_tiktoken = _RANK.match(content) is not None
+    if is_tiktoken or content[:1] == b"\n":  # the first field of a sentencepiece model: its pieces
+        return is_tiktoken
+    is_pointer = content.startswith(b"version https://git-lfs")
+    why = "it is a Git LFS pointer" if is_pointer else "it is neither a sentencepiece model nor a tiktoken file"
+    raise refused(file, why, f"download the file itself, or {_OTHERS}")
+
+
+def _conversion(file: Path, *, is_named: bool) -> str:
+    """Shell commands that convert a sentencepiece model with transformers; empty if its ids might change.
+
+    ``LlamaTokenizer``, and any class with ``legacy`` false, gives other ids than sentencepiece to a text that begins
+    with a space.
+    """
+    try:
+        config = load_object((file.parent / TOKENIZER_CONFIG).read_bytes())
+    except (OSError, ValueError):
+        config = {}
+    if str(config.get("tokenizer_class") or "").removesuffix("Fast") not in _KEEP_IDS:
+        return ""
+    folder = shlex.quote(str(file.parent))
+    target = shlex.quote(f"tokenizer-{Path(os.path.abspath(file.parent)).name}")
+    commands = []
+    if lacking := _lacking(("transformers", "sentencepiece", "protobuf")):
+        commands.append(install_line(*(REQUIREMENTS[package] for package in lacking)))
+    source = folder
+    if file.name != _ORIGINAL:  # the name that transformers looks for
+        source = target
+        commands.append(f"mkdir -p {target} && cp -- {shlex.quote(str(file))} {target}/{_ORIGINAL}")
+    options = "legacy=True" if config.get("add_bos_token") is False else "legacy=True, add_bos_token=True"
+    code = (
+        "import sys; from transformers import PreTrainedTokenizerFast as Tokenizer; "
+        f"Tokenizer.from_pretrained(sys.argv[1], {options}).save_pretrained(sys.argv[2])"
+    )
+    commands.append(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {source} {target}")
+    then = f"then --tokenizer.path {target}"
+    if not is_named and (file.parent / "config.json").is_file():  # a model, which is used by its folder
+        commands.append(f"cp -- {target}/{TOKENIZER} {folder}")
+        then = "then run the same command again"
+    return f"{' && '.join(commands)}\n         {then}"
+
+
 def _converted(file: Path) -> Path:
     """The folder in the cache with the converted ``file``."""
     content = _read(file, MOST_BYTES)
-    kind = _kind_of(file, content)
     names = (name for name in (TOKENIZER_CONFIG, ADDED_TOKENS) if (file.parent / name).is_file())
     beside = {name: _read(file.parent / name, _MOST_BESIDE) for name in names}
-    parts = [VERSION, kind, _hash(content), {name: _hash(data) for name, data in sorted(beside.items())}]
+    parts = [VERSION, _hash(content), {name: _hash(data) for name, data in sorted(beside.items())}]
     entry = user_cache() / "tokenizers" / _hash(json.dumps(parts).encode())[:32]
     if _is_whole(entry):
         return entry
-    if lacking := missing(PACKAGES[kind], file):
+    if lacking := missing(PACKAGES, file):
         raise lacking
     try:
         with locked(entry, "converts a tokenizer to"):
             if not _is_whole(entry):
-                _convert(file, kind, {f"source/{SOURCE[kind]}": content, **beside}, entry)
+                _convert(file, {TEKKEN: content, **beside}, entry)
     except OSError as error:
         raise DataError(
             f"the conversion of tokenizer {file} cannot be written: {error.strerror or error}.",
@@ -159,27 +234,18 @@ def _read(file: Path, most: int) -> bytes:
         with file.open("rb") as opened:
             content = opened.read(most + 1)
     except OSError as error:
-        raise refused(file, f"it cannot be read: {error.strerror or error}", "make it readable") from error
+        raise _unreadable(file, error) from error
     if len(content) > most:
         raise refused(file, f"it has more than {most:,} bytes, and no tokenizer does")
     return content
 
 
+def _unreadable(file: Path, error: OSError) -> DataError:
+    return refused(file, f"it cannot be read: {error.strerror or error}", "make it readable")
+
+
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _kind_of(file: Path, content: bytes) -> str:
-    """sentencepiece, tiktoken or tekken, by content: ``tokenizer.model`` of Llama 2 and of Llama 3 differ in kind."""
-    if file.suffix == ".json":
-        return "tekken"
-    if _RANK.match(content):
-        return "tiktoken"
-    if content[:1] == b"\n":  # the first field of a sentencepiece model: its pieces
-        return "sentencepiece"
-    is_pointer = content.startswith(b"version https://git-lfs")
-    why = "it is a Git LFS pointer" if is_pointer else "it is neither a sentencepiece model nor a tiktoken file"
-    raise refused(file, why, f"download the file itself, or {_OTHERS}")
 
 
 def _is_whole(entry: Path) -> bool:
@@ -191,20 +257,19 @@ def _is_whole(entry: Path) -> bool:
         return False
 
 
-def _convert(file: Path, kind: str, files: Mapping[str, bytes], entry: Path) -> None:
+def _convert(file: Path, files: Mapping[str, bytes], entry: Path) -> None:
     """Write the folder ``entry`` atomically. The caller must hold its lock."""
     partial = entry.with_suffix(".partial")
     for old in (partial, entry):  # left by a killed process, or damaged
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(old)
     try:
+        partial.mkdir(parents=True)
         for name, data in files.items():
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
             (partial / name).write_bytes(data)
-        facts = _in_a_process(file, kind, partial)
+        facts = _in_a_process(file, partial)
         for name in {*files} - {TOKENIZER_CONFIG}:
             (partial / name).unlink()
-        (partial / "source").rmdir()
         digests = {name: _hash((partial / name).read_bytes()) for name in (TOKENIZER, TOKENIZER_CONFIG)}
         (partial / "conversion.json").write_text(json.dumps({**facts, "digests": digests}, indent=2) + "\n")
         partial.rename(entry)
@@ -216,14 +281,14 @@ def _convert(file: Path, kind: str, files: Mapping[str, bytes], entry: Path) -> 
     _log.warning(told, file, facts["kind"], size, facts["converter"], entry, texts, facts["library"])
 
 
-def _in_a_process(file: Path, kind: str, folder: Path) -> dict[str, Any]:
+def _in_a_process(file: Path, folder: Path) -> dict[str, Any]:
     """Run the conversion with limits in a separate process: the file may be untrusted, and its imports are large."""
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     quiet = {"TIKTOKEN_CACHE_DIR": "", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-W", "ignore", "-m", "crius.data.tokenizer_conversion"],
-            input=json.dumps({"file": str(file), "kind": kind, "folder": str(folder)}),
+            input=json.dumps({"file": str(file), "folder": str(folder)}),
             text=True,
             errors="replace",
             capture_output=True,

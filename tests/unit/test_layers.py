@@ -59,9 +59,7 @@ LAZY_ROOMS = (
 OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "peft", "tokenizers"}
 OPTIONAL |= {
     "wandb",
-    "mistral_common",
     "pyarrow",
-    "sentencepiece",
     "tensorboard",
     "tiktoken",
     "torchao",
