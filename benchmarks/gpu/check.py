@@ -24,8 +24,10 @@ def machine(this: Round) -> None:
             this.row(name, is_there, version)
         else:
             this.cannot(name, version)
-    smi = found["nvidia_smi"]
-    this.row("nvidia-smi", bool(smi) or None if this.is_dry else bool(smi), ", ".join(smi.values()) or "no answer")
+    if smi := found["nvidia_smi"]:
+        this.row("nvidia-smi", True, ", ".join(smi.values()))
+    else:
+        this.cannot("nvidia-smi", "no answer")
     this.row("commit", found["commit"] != "unknown", found["commit"])
     done = this.call("doctor", ["-m", "crius", "doctor"], 90.0)
     this.record.log("crius doctor", done.output, 80)
