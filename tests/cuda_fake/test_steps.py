@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from draw import commit, drawn
 
 from cuda_fake.cases import CASES, CONTEXT, FSDP, Case
 from cuda_fake.library import shim_library
@@ -37,17 +38,26 @@ def attention(ops: dict[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-def cases(*, but: tuple[str, ...] = ()) -> list:
-    """All of them as parameters."""
-    return [pytest.param(case, id=name, marks=marks(case)) for name, case in CASES.items() if name not in but]
+CORE = (
+    *("one_rank", "fsdp8", "tp4_fsdp2", "cp2_all_gather", "pipeline_interleaved", "document_mask", "8bit_states"),
+    *("experts_ep4_fsdp2", "float8_tensorwise", "lora", "lora_nf4"),
+)
+"""Cases that always run. The commit draws a quarter of the others; the rest is slow."""
 
 
-def marks(case: Case) -> list:
-    """Whether it is slow, and whether this torch is too old for it."""
-    oldest, reason = case.needs_torch
-    is_too_old = bool(oldest) and torch.__version__ < oldest
-    skips = pytest.mark.skipif(is_too_old, reason=f"torch {oldest} or newer: {reason}")
-    return [skips, pytest.mark.slow] if case.is_slow else [skips]
+def cases() -> list:
+    """All of them as parameters; one that runs because of the commit has its hash in the id."""
+    by = commit()
+    chance = drawn([name for name, case in CASES.items() if name not in CORE and not case.is_slow], by)
+    found = []
+    for name, case in CASES.items():
+        oldest, reason = case.needs_torch
+        is_too_old = bool(oldest) and torch.__version__ < oldest
+        marks = [pytest.mark.skipif(is_too_old, reason=f"torch {oldest} or newer: {reason}")]
+        if name not in CORE and name not in chance:
+            marks.append(pytest.mark.slow)
+        found.append(pytest.param(case, id=f"{name}@{by or 'fixed'}" if name in chance else name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize("case", cases())

@@ -5,13 +5,12 @@ So it is with models with experts.
 """
 
 import functools
-import hashlib
 import json
-import subprocess
 
 import pytest
 import sigmoid_moe
-from harness import ROOT, SMALL, TEXT, TIED, layout_flags, parse, skip_what_torch_lacks, train
+from draw import commit, drawn
+from harness import SMALL, TEXT, TIED, layout_flags, parse, skip_what_torch_lacks, train
 from mutations import (
     MUTATIONS,
     NAMES,
@@ -61,18 +60,6 @@ EXPERTS = {
 }
 # what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
 MORE = ("fsdp3", "accum4+deferred", "ddp2_accum2+auto", "fsdp2_accum2+always", "pp2_tp2_accum2")
-
-
-def commit():
-    """The commit that is checked out; empty outside of a repository."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def drawn(rows, by):
-    """A quarter of ``rows``, the same for the same ``by``."""
-    order = sorted(rows, key=lambda row: hashlib.sha256(f"{by} {row}".encode()).digest())
-    return set(order[: len(order) // 4])
 
 
 def rows():
