@@ -136,6 +136,8 @@ class Round:
         with self._lock:
             self._groups.add(process.pid)
         try:
+            if self.left() <= 0:  # stopped while it started
+                os.killpg(process.pid, signal.SIGKILL)
             yield process
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
