@@ -149,7 +149,7 @@ def _command(command: list[str], timeout: float, cwd: Path, environ: dict[str, s
         text=True,
         timeout=timeout,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environ},
         check=False,
     )
 

@@ -7,6 +7,7 @@ import argparse
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -71,7 +72,7 @@ def _run(options: argparse.Namespace, steps: dict[str, Step], seconds: float, wo
     environ = host.environment_of(work, site, is_dry=options.dry)
     try:
         found = host.ask(sys.executable, environ)
-    except (RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError, subprocess.TimeoutExpired) as error:
         return _refuse(str(error))
     if found["device"] is None and not options.dry:
         return _refuse(

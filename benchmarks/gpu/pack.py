@@ -13,7 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDER = ROOT / ".gpu"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu.host import CARRIED, commit  # noqa: E402  without the packages of Crius
+
+FOLDER = ROOT / CARRIED
 CRIUS = (
     *("torchao==0.18.0", "cyclopts==5.4.0", "docstring-parser==0.18.0", "rich-rst==2.2.0", "tomli-w==1.2.0"),
     *("xxhash==4.1.0", "pytest-xdist==3.8.0", "execnet==2.1.2"),
@@ -44,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wheels.mkdir(parents=True, exist_ok=True)
     for requirement in (*CRIUS, *PEERS):
         download(options.python, requirement, wheels)
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    (FOLDER / "COMMIT").write_text(commit.stdout, encoding="utf-8")
+    (FOLDER / "COMMIT").write_text(commit() + "\n", encoding="utf-8")
     if options.nccl:
         subprocess.run([sys.executable, str(Path(__file__).with_name("pack_nccl.py")), str(FOLDER)], check=True)
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())

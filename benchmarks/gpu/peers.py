@@ -68,7 +68,6 @@ SHAPED_8B = Case(
     "8B, 4 layers", ("--model.flavor", "8b", "--model.num_layers", "4", "--model.vocab_size", "16032"), 8192
 )
 WHOLE_VOCABULARY = Case("8B, 4 layers, 128,256 rows", ("--model.flavor", "8b", "--model.num_layers", "4"), 8192)
-WHOLE_1B = Case("1B", ("--model.flavor", "1b"), 4096, 2)
 TINY = Case("debug", ("--model.flavor", "debug", "--model.num_layers", "1", "--model.vocab_size", "512"), 64, 2)
 
 

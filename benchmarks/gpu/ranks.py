@@ -90,7 +90,8 @@ def layouts(this: Round) -> None:
             this.cannot(f"{name} by {backend}", "Gloo sends and receives host memory only")
             return
         arguments = ["-m", "crius", "verify", "parity", "--layouts", name, "--training.device", this.device]
-        done = this.call(name, [*arguments, "--steps", "3"], 130.0, sharing(this, backend))
+        arguments += ["--steps", "3", "--job.run_dir", str(this.folder("layouts", name))]
+        done = this.call(name, arguments, 130.0, sharing(this, backend))
         found = re.search(r"largest differences: .*", done.output)
         shown = found[0] if done.code == 0 and found else done.why
         this.row(f"{name} by {backend}", done.code == 0, shown, done.seconds)

@@ -20,7 +20,7 @@ CHANGES = {
     "all logits": ("--kernels.linear_cross_entropy", "off"),
     "loss compiled": ("--compile.loss",),
     "all logits, loss compiled": ("--kernels.linear_cross_entropy", "off", "--compile.loss"),
-    "recompute by layer": ("--activation_checkpoint.mode", "selective"),
+    "recompute by operator": ("--activation_checkpoint.mode", "selective"),
     "recompute all": ("--activation_checkpoint.mode", "full"),
     "eager": ("--compile.no_enable",),
     "foreach AdamW": ("--optimizer.implementation", "foreach"),
@@ -29,7 +29,7 @@ CHANGES = {
 }
 """In the order of their priority."""
 ON_A_CPU = ("all logits", "recompute all", "foreach AdamW")
-LESS_MEMORY = ("recompute all", "recompute by layer", "base")
+LESS_MEMORY = ("recompute all", "recompute by operator", "base")
 """In this order their peaks grow."""
 
 

@@ -210,7 +210,7 @@ def check_on_a_gpu(flags):
 def test_every_run_and_every_contestant_is_a_config(tmp_path):
     this = round_of(tmp_path)
     small = runs.small_flags(this)
-    cases = (peers.SHAPED_8B, peers.WHOLE_VOCABULARY, peers.WHOLE_1B, peers.TINY)
+    cases = (peers.SHAPED_8B, peers.WHOLE_VOCABULARY, peers.TINY)
     tables = (single.WHOLE, single.SMALL_MODEL, single.LONG, single.RECIPE, single.LORA, single.ADAMW)
     singles = [one.flags for table in (*tables, single.SEEDS, single.EXPERTS) for one in table.values()]
     asked = [
@@ -218,11 +218,24 @@ def test_every_run_and_every_contestant_is_a_config(tmp_path):
         *([*small, *flags] for flags in runs.REFERENCES.values()),
         *([*case.flags(this), *entry.flags] for case in cases for entry in peers.ENTRIES.values()),
         *([*verbs.SWEPT.flags(this), *flags] for flags in verbs.CHANGES.values()),
-        *([*flags, *runs.text_flags(this)] for flags in singles),
+        *([*flags, *runs.text_flags(this), "--validation.interval", "0"] for flags in singles),
     ]
     for flags in asked:
-        check_on_a_gpu([*flags, "--training.device", "auto"])
+        config = check_on_a_gpu([*flags, "--training.device", "auto"])
+        assert open_run_corpus(config, 1).train.num_samples >= config.training.global_batch_size  # there is text enough
     assert len(runs.RUNS) == 33 and len({run.name for run in runs.RUNS}) == 33
+
+
+def test_equal_mathematics_is_compared_without_compiling_and_where_it_fits(tmp_path, monkeypatch):
+    """torchtitan has an option of its own for it, and keeps all scores of attention in float32."""
+    started = []
+    monkeypatch.setattr(peers, "take_turns", lambda contestants, **_: started.extend(contestants) or [])
+    bench.equal(round_of(tmp_path))
+    assert len(started) == 4
+    for contestant in started:
+        words = list(contestant.argv)
+        assert "--eager" in words[: words.index("--")] if "--" in words else "--compile.no_enable" in words
+        assert words[len(words) - 1 - words[::-1].index("--training.seq_len") + 1] == "2048"
 
 
 def test_the_8b_shape_has_the_linears_of_8b_and_its_share_of_the_output_layer(tmp_path):
