@@ -143,13 +143,14 @@ def crius_process(
 
 
 def _command(command: list[str], timeout: float, cwd: Path, environ: dict[str, str]) -> subprocess.CompletedProcess:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty one would be the current folder
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=timeout,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environ},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environ},
         check=False,
     )
 
