@@ -83,8 +83,7 @@ def _run(options: argparse.Namespace, steps: dict[str, Step], seconds: float, wo
     folder = host.results_folder(found["device"], is_dry=options.dry)
     record = Record(options.command, folder, host.describe(found, command, is_dry=options.dry))
     parallel = max(1, min(7, (os.cpu_count() or 1) * 2 // 5))
-    memory = found.get("memory_gib", 0.0)
-    this = Round(record, sys.executable, device, work, environ, begin + seconds, parallel, memory)
+    this = Round(record, sys.executable, device, work, environ, begin + seconds, parallel)
     _end_with(this)
     try:
         _finish(this, run_steps(this, steps, options.only))

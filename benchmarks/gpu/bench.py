@@ -1,7 +1,7 @@
 """``make gpu-bench``: how fast Crius is on this GPU, beside its peers and its plan. No torch here."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from benchmarks.gpu import check, peers, single, verbs
 from benchmarks.gpu.peers import SHAPED_8B, TINY, WHOLE_VOCABULARY, Case
@@ -18,12 +18,6 @@ def group(names: Sequence[str], case: Case, seconds: float, purpose: str) -> Ste
         peers.report(this, peers.take(this, TINY if this.is_dry else case, names, seconds))
 
     step.__doc__ = purpose
-    return Step(step, seconds)
-
-
-def runs_of(table: dict[str, single.Single], seconds: float, purpose: str) -> Step:
-    """A step of single runs."""
-    step: Callable[[Round], None] = single.step_of(table, purpose)
     return Step(step, seconds)
 
 
@@ -63,19 +57,19 @@ STEPS = {
     "float8": group(
         ("crius", "crius-float8", "titan-fsdp-float8"), SHAPED_8B, 125.0, "Crius and torchtitan in float8 tensorwise."
     ),
-    "whole8b": runs_of(single.WHOLE, 120.0, "All of Llama 3.1 8B on one card: 8-bit states, all recomputed."),
+    "whole8b": single.step_of(single.WHOLE, 120.0, "All of Llama 3.1 8B on one card: 8-bit states, all recomputed."),
     "vocabulary": Step(vocabulary, 75.0),
     "masks": group(("crius", "crius-document"), SHAPED_8B, 75.0, "The document mask beside the causal one."),
     "shipped": group(
         ("crius", "titan", "hf-liger"), SHAPED_8B, 105.0, "Crius, torchtitan as it ships, Hugging Face with Liger."
     ),
-    "qwen3": runs_of(single.SMALL_MODEL, 60.0, "Qwen3-0.6B at 8,192 tokens."),
-    "recipe": runs_of(single.RECIPE, 90.0, "--recipe llama3_1b on one card beside its plan."),
-    "long": runs_of(single.LONG, 60.0, "Qwen3-0.6B at 16,384 tokens."),
-    "lora": runs_of(single.LORA, 75.0, "LoRA of 8B at 4,096 tokens: real shapes, random weights."),
-    "adamw": runs_of(single.ADAMW, 180.0, "Fused, foreach and for-loop AdamW on the whole 8B."),
-    "seeds": runs_of(single.SEEDS, 180.0, "The whole 8B eager, compiled, and in float8."),
-    "experts": runs_of(single.EXPERTS, 75.0, "4 layers of Qwen3-30B-A3B."),
+    "qwen3": single.step_of(single.SMALL_MODEL, 60.0, "Qwen3-0.6B at 8,192 tokens."),
+    "recipe": single.step_of(single.RECIPE, 90.0, "--recipe llama3_1b on one card beside its plan."),
+    "long": single.step_of(single.LONG, 60.0, "Qwen3-0.6B at 16,384 tokens."),
+    "lora": single.step_of(single.LORA, 75.0, "LoRA of 8B at 4,096 tokens: real shapes, random weights."),
+    "adamw": single.step_of(single.ADAMW, 180.0, "Fused, foreach and for-loop AdamW on the whole 8B."),
+    "seeds": single.step_of(single.SEEDS, 180.0, "The whole 8B eager, compiled, and in float8."),
+    "experts": single.step_of(single.EXPERTS, 75.0, "4 layers of Qwen3-30B-A3B."),
     "calibrate": Step(verbs.calibrate, 60.0),
     "sweep": Step(verbs.sweep, 100.0),
     "timings": Step(verbs.timings, 45.0),

@@ -22,7 +22,6 @@ TRAINED = {
     "experts, fsdp2_ep2": (*runs.EXPERTS, DEGREE, "2", "--parallelism.expert_parallel_degree", "2"),
     "float8 compiled, fsdp2": (
         *runs.FLOAT8,
-        "--quantize.dense.float8.recipe",
         "tensorwise",
         *runs.COMPILED,
         DEGREE,

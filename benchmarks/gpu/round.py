@@ -61,7 +61,6 @@ class Round:
         environ: variables of all programs.
         end: monotonic time at which the call ends.
         parallel: programs that run at the same time.
-        memory_gib: memory of the card; 0 in a dry run.
     """
 
     record: Record
@@ -71,7 +70,6 @@ class Round:
     environ: dict[str, str]
     end: float
     parallel: int
-    memory_gib: float = 0.0
     step: str = ""
     _groups: set[int] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)

@@ -27,7 +27,13 @@ EXPERTS = ("--model.name", "qwen3_moe", "--model.flavor", "debug")
 RECOMPUTE = "--activation_checkpoint.mode"
 BY_OPERATOR = (RECOMPUTE, "selective", "--activation_checkpoint.selective_option", "op")
 # its layers are too small to gain, so the filter would keep all of them
-FLOAT8 = (*BF16, "--quantize.dense.auto_filter", "off", "--quantize.dense.float8.enable")
+FLOAT8 = (
+    *BF16,
+    "--quantize.dense.auto_filter",
+    "off",
+    "--quantize.dense.float8.enable",
+    "--quantize.dense.float8.recipe",
+)
 
 CLOSE_F32 = 1e-3
 """Relative difference of a loss to the CPU's after 12 steps: float32 matmuls in another order, updates add them up."""
@@ -94,25 +100,25 @@ RUNS = (
     Run("CPU offload", (*BF16, *EAGER, "--training.enable_cpu_offload")),
     Run(
         "float8 tensorwise",
-        (*FLOAT8, "--quantize.dense.float8.recipe", "tensorwise", *EAGER),
+        (*FLOAT8, "tensorwise", *EAGER),
         limit=CLOSE_FLOAT8,
         prints=CONVERTED,
     ),
     Run(
         "float8 tensorwise, compiled",
-        (*FLOAT8, "--quantize.dense.float8.recipe", "tensorwise", *COMPILED),
+        (*FLOAT8, "tensorwise", *COMPILED),
         limit=CLOSE_FLOAT8,
         prints=CONVERTED,
     ),
     Run(
         "float8 rowwise, recompute, compiled",
-        (*FLOAT8, "--quantize.dense.float8.recipe", "rowwise", *COMPILED, *BY_OPERATOR),
+        (*FLOAT8, "rowwise", *COMPILED, *BY_OPERATOR),
         limit=CLOSE_FLOAT8,
         prints=CONVERTED,
     ),
     Run(
         "float8 rowwise, weight gradients in bfloat16",
-        (*FLOAT8, "--quantize.dense.float8.recipe", "rowwise_with_gw_hp", *EAGER),
+        (*FLOAT8, "rowwise_with_gw_hp", *EAGER),
         limit=CLOSE_FLOAT8,
         prints=CONVERTED,
     ),
@@ -120,7 +126,6 @@ RUNS = (
         "float8 gathered",
         (
             *FLOAT8,
-            "--quantize.dense.float8.recipe",
             "tensorwise",
             *EAGER,
             "--quantize.dense.float8.enable_fsdp_float8_all_gather",

@@ -1,12 +1,12 @@
 """One run of ``crius train`` at a time on the whole card, beside what ``crius plan`` says of it. No torch here."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu import runs
-from benchmarks.gpu.round import Round, json_in
+from benchmarks.gpu.round import Round, Step, json_in
 
 WARM_STEPS = 3
 """Steps that compile, and find the allocator's sizes: they count for no rate."""
@@ -92,7 +92,7 @@ SEEDS = {
 EXPERTS = {"grouped": Single((*QWEN3_EXPERTS, *COMMON), 10, ("--model.name", "qwen3_moe", "--model.flavor", "debug"))}
 
 
-def step_of(table: Mapping[str, Single], purpose: str) -> Callable[[Round], None]:
+def step_of(table: Mapping[str, Single], seconds: float, purpose: str) -> Step:
     """A step that runs each row of ``table``, one after the other."""
 
     def step(this: Round) -> None:
@@ -100,7 +100,7 @@ def step_of(table: Mapping[str, Single], purpose: str) -> Callable[[Round], None
             run_single(this, name, single)
 
     step.__doc__ = purpose
-    return step
+    return Step(step, seconds)
 
 
 def run_single(this: Round, name: str, single: Single) -> None:
