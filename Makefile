@@ -1,7 +1,8 @@
 # make setup   .venv with Crius and torch          make train       train the debug Llama on this machine
 # make smol    a real model in the folder smol, to talk to and to train on
-# make test    everything that CI runs              make clean       remove .venv
-# make test-full   that, then the slow tests and those with real weights and data, which make setup-real installs
+# make test    what shows within minutes that a change is right          make clean   remove .venv
+# make test-full   the rest of what CI runs, without what make test ran
+# make test-all    both, then the slow tests, all rows of matrices, and real weights and data, which make setup-real installs
 # make test-torch VERSION=2.15.0   the tests that torch can break, on that torch: 6 GB and 20 minutes; KEEP=1 keeps it
 # make docs    the documentation as a site: docs/_build/html/index.html
 # make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
@@ -31,7 +32,7 @@ MAKE_VENV = $(PYTHON) -m venv $(VENV)
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: setup setup-real train test test-full test-torch lint docs bench-cpu gpu-check gpu-bench gpu-ranks gpu-carry clean
+.PHONY: setup setup-real train test test-full test-all test-torch lint docs bench-cpu gpu-check gpu-bench gpu-ranks gpu-carry clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -91,21 +92,28 @@ lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# two at a time; those that measure time, count processes or need a GPU run by themselves. tests/budget.toml holds all
+# two at a time; those that measure time, count processes or need a GPU run by themselves. tests/suites.py says which
+# test is in which suite, tests/budget.toml what the first two may take
 ALONE = $(addprefix tests/distributed/test_,launcher.py loopback.py supervision.py watchdog.py wrong_inputs.py) tests/gpu
 TOGETHER = tests/distributed tests $(addprefix --ignore=,$(ALONE))
+TESTS = tests
 TIMES := $(VENV)/cpu-times.json
+PYTEST = $(BIN)/pytest --cpu-times $(TIMES)
 TWO = -n 2
-test: lint
+test: $(TEST_STAMP)
 	rm -f $(TIMES)
-	$(BIN)/pytest $(TWO) --cpu-times $(TIMES) $(TOGETHER)
-	$(BIN)/pytest --cpu-times $(TIMES) $(ALONE)
+	$(BIN)/python tests/cpu_time.py $(TIMES) test lint $(MAKE) --no-print-directory lint
+	$(PYTEST) $(TWO) --suite test $(TESTS)
 
-# the tests above, then those that they leave out
-REST = -m 'slow or real'
-test-full: test setup-real
+test-full: $(TEST_STAMP)
+	$(PYTEST) $(TWO) --suite full $(TOGETHER)
+	$(PYTEST) --suite full $(ALONE)
+
+# 5: none of them is slow
+REST = --suite all -m ''
+test-all: test test-full setup-real
 	$(BIN)/pytest $(TWO) $(REST) $(TOGETHER)
-	$(BIN)/pytest $(REST) $(ALONE) || [ $$? -eq 5 ]  # 5: none of them is slow
+	$(BIN)/pytest $(REST) $(ALONE) || [ $$? -eq 5 ]
 
 test-torch:
 	$(PYTHON) tests/other_torch.py $(VERSION) $(if $(KEEP),--keep)

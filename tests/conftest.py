@@ -19,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)  # no thread pool in this process: workers are forked from it
 
-pytest_plugins = ["cpu_time", "workers"]
+pytest_plugins = ["cpu_time", "suites", "workers"]
 BY_FILE = ("distributed", "parity", "journeys", "cuda_fake")  # standing workers and earlier rows are of a file
 
 

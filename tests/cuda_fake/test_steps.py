@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from draw import commit, drawn
 
 from cuda_fake.cases import CASES, CONTEXT, FSDP, Case
 from cuda_fake.library import shim_library
@@ -38,29 +37,23 @@ def attention(ops: dict[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-CORE = (
-    *("one_rank", "fsdp8", "tp4_fsdp2", "cp2_all_gather", "pipeline_interleaved", "document_mask", "8bit_states"),
-    *("experts_ep4_fsdp2", "float8_tensorwise", "lora", "lora_nf4"),
-)
-"""Cases that always run. The commit draws a quarter of the others; the rest is slow."""
+QUICK = ("one_rank", "fsdp8")
+"""Cases of make test."""
 
 
-def cases() -> list:
-    """All of them as parameters; one that runs because of the commit has its hash in the id."""
-    by = commit()
-    chance = drawn([name for name, case in CASES.items() if name not in CORE and not case.is_slow], by)
-    found = []
+def cases():
+    """All of them as parameters."""
     for name, case in CASES.items():
         oldest, reason = case.needs_torch
         is_too_old = bool(oldest) and torch.__version__ < oldest
-        marks = [pytest.mark.skipif(is_too_old, reason=f"torch {oldest} or newer: {reason}")]
-        if name not in CORE and name not in chance:
-            marks.append(pytest.mark.slow)
-        found.append(pytest.param(case, id=f"{name}@{by or 'fixed'}" if name in chance else name, marks=marks))
-    return found
+        mark = pytest.mark.slow if case.is_slow else pytest.mark.matrix
+        if name in QUICK:
+            mark = pytest.mark.quick
+        skip = pytest.mark.skipif(is_too_old, reason=f"torch {oldest} or newer: {reason}")
+        yield pytest.param(case, id=name, marks=[mark, skip])
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_a_step_reads_nothing_and_moves_only_the_batch_and_the_loss(case: Case, fake_gpu):
     """What mixes devices fails. The host waits for numbers of the step before, never for those of the present one."""
     seen = fake_gpu.step(case.argv)

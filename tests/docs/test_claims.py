@@ -11,6 +11,8 @@ from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 
+pytestmark = pytest.mark.quick
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks/planner/README.md"]
 OF_GPUS = ("README.md", *(f"docs/{name}.md" for name in ("compile", "float8", "kernels", "mxfp8", "planner")))
 OF_GPUS += ("docs/parallelism/README.md", "docs/parallelism/tensor.md", "docs/planner_runs.md")

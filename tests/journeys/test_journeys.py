@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fork_server
 import pytest
@@ -17,15 +19,25 @@ JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J3", "J4", "J5",
 REAL = {"J3"}
 """Journeys with the packages of make setup-real."""
 
-STEPS = [
-    pytest.param(
-        *(journey, number),
-        marks=[pytest.mark.slow] * row.is_slow + [pytest.mark.real] * (journey in REAL),
-        id=f"{journey}.{number + 1}: {row.command[:60]}",
-    )
-    for journey, steps in JOURNEYS.items()
-    for number, row in enumerate(steps)
-]
+RECIPE = re.compile(r"--recipe (\w+)")
+
+
+def files_of(journey: str) -> list[str]:
+    """The pages that a journey walks through, and the recipes that its commands name or take by default."""
+    commands = [row.command for row in JOURNEYS[journey]]
+    named = {name for command in commands for name in RECIPE.findall(command)}
+    recipes = [f"crius/recipes/{name}.toml" for name in sorted({*named, "llama3_debug"})]
+    return [*rows.PAGES[journey], *recipes]
+
+
+def steps() -> Iterator[Any]:
+    """The rows of all journeys as parameters. Rows build on each other, so a journey is drawn as a whole."""
+    for journey, walked in JOURNEYS.items():
+        of_all = [pytest.mark.matrix(row=journey), pytest.mark.page(*files_of(journey))]
+        of_all += [pytest.mark.real] if journey in REAL else []
+        for number, row in enumerate(walked):
+            marks = [*of_all, pytest.mark.slow] if row.is_slow else of_all
+            yield pytest.param(journey, number, marks=marks, id=f"{journey}.{number + 1}: {row.command[:60]}")
 
 
 class Desk:
@@ -90,7 +102,7 @@ def desks(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(("journey", "number"), STEPS)
+@pytest.mark.parametrize(("journey", "number"), list(steps()))
 def test_the_step_does_what_the_journey_says(journey, number, desks):
     row = JOURNEYS[journey][number]
     if row.needs not in rows.BUILT:

@@ -1,15 +1,10 @@
-"""Every layout computes what one device computes, and each planted fault is found: rows of ``crius verify parity``.
-
-The rows of ``CORE`` always run, and a quarter of the others: which quarter, the commit decides. The rest is ``slow``.
-So it is with models with experts.
-"""
+"""Every layout computes what one device computes, and each planted fault is found: rows of ``crius verify parity``."""
 
 import functools
 import json
 
 import pytest
 import sigmoid_moe
-from draw import commit, drawn
 from harness import SMALL, TEXT, TIED, layout_flags, parse, skip_what_torch_lacks, train
 from mutations import (
     MUTATIONS,
@@ -39,46 +34,35 @@ FLAGS = [
 ]
 VALIDATED = [*SMALL, "--model.num_layers", "2", "--training.steps", "2", "--validation.interval", "2"]
 
-CORE = (
-    *("accum4", "ddp4", "fsdp2", "fsdp8", "hsdp2x2_accum4+deferred", "fsdp2_accum4+immediate", "fsdp4+reshard2"),
-    *("fsdp2+document", "fsdp2+offload", "tp4", "fsdp2_tp2", "pp2+interleave_zero_bubble", "pp2+1f1b", "pp4+1f1b"),
-    *("pp2_tp2", "pp2+zbv_zero_bubble", "pp2+dualpipev", "cp2", "cp2+ulysses", "fsdp2_cp2", "cp2+document"),
-    *("fsdp2+full", "fsdp2_tp2+lora", "pp2+lora", "fsdp3+nf4"),
-)
+# what make test runs: each axis of a mesh, and three of them together
+QUICK = {
+    "llama3": ("ddp4", "fsdp2", "hsdp2x2_accum4+deferred", "tp4", "pp2+1f1b", "cp2", "fsdp2_tp2"),
+    "qwen3_moe": ("fsdp2_ep2",),
+}
 # norms of heads: as many ranks as query heads, fewer key/value heads than ranks, heads dealt out over a sequence
 QWEN3 = ("tp8", "fsdp2_tp2", "pp2_tp2", "cp2+ulysses", "fsdp2+full")
-# of matrix.EXPERTS, what no other row covers; the first with softmax, the other with sigmoids, bias and groups
-EXPERTS = {
-    "qwen3_moe": (
-        *("fsdp2_ep2_accum2+deferred", "fsdp4_ep2", "hsdp2x2_ep2", "tp2_ep2", "cp2_ep2+ulysses", "pp2_fsdp2_ep2+1f1b"),
-        *("fsdp2_ep2", "fsdp2_ep2+full", "fsdp2_ep2+document"),
-    ),
-    "sigmoid_moe": (
-        *("accum4", "fsdp4_ep4", "fsdp2_tp2_ep4", "cp2_ep2", "pp2_tp2_ep2", "pp2_fsdp2_ep2+zbv_zero_bubble"),
-        *("tp2_ep2+full", "fsdp2_ep2+offload"),
-    ),
-}
 # what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
 MORE = ("fsdp3", "accum4+deferred", "ddp2_accum2+auto", "fsdp2_accum2+always", "pp2_tp2_accum2")
+LAYOUTS = {
+    "llama3": (*matrix.PARITY, *MORE),
+    "qwen3": (*matrix.PARITY, *MORE),
+    "qwen3_moe": matrix.EXPERTS,  # softmax
+    "sigmoid_moe": matrix.EXPERTS,  # sigmoids, bias and groups
+}
 
 
 def rows():
-    """Layouts as parameters of a test; a row that runs because of the commit has its hash in the id."""
-    by = commit()
-    others = [row for row in (*matrix.PARITY, *MORE) if row not in CORE]
-    # compiled rows take minutes; test_compile.py has some
-    chance = drawn([row for row in others if "compile" not in row], by)
-    for row in (*CORE, *others):
-        marks = () if row in CORE or row in chance else pytest.mark.slow
-        yield pytest.param("llama3", row, marks=marks, id=f"{row}@{by or 'fixed'}" if row in chance else row)
-    for row in (*CORE, *others):
-        yield pytest.param("qwen3", row, marks=() if row in QWEN3 else pytest.mark.slow, id=f"qwen3 {row}")
-    for model, core in EXPERTS.items():
-        others = [row for row in matrix.EXPERTS if row not in core]
-        chance = drawn([row for row in others if "compile" not in row], f"{by} {model}")
-        for row in (*core, *others):
-            marks = () if row in core or row in chance else pytest.mark.slow
-            yield pytest.param(model, row, marks=marks, id=f"{model} {row}" + f"@{by or 'fixed'}" * (row in chance))
+    """Models and layouts as parameters of a test."""
+    for model, layouts in LAYOUTS.items():
+        for row in dict.fromkeys(layouts):
+            mark = pytest.mark.matrix
+            if row in QUICK.get(model, ()):
+                mark = pytest.mark.quick
+            elif "compile" in row:  # minutes; test_compile.py has some
+                mark = pytest.mark.slow
+            elif model == "qwen3" and row not in QWEN3:
+                mark = pytest.mark.slow
+            yield pytest.param(model, row, marks=mark, id=f"{model} {row}")
 
 
 class Rows:
@@ -155,7 +139,7 @@ def test_every_layout_computes_what_one_device_computes(model, layout, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2_ep2", "tp2_ep2", "pp2_fsdp2_ep2"])
-@pytest.mark.parametrize("model", [QWEN3_MOE, SIGMOID_MOE], ids=EXPERTS)
+@pytest.mark.parametrize("model", [QWEN3_MOE, SIGMOID_MOE], ids=["qwen3_moe", "sigmoid_moe"])
 def test_a_run_with_experts_stays_that_of_one_device(model, layout, trained):
     """20 steps; parameters and bias after them within what three steps may differ by."""
     case, expected, got = trained.results(layout, (*model, "--model.num_layers", "4"), steps=20)
@@ -173,6 +157,7 @@ def test_fewer_key_value_heads_than_ranks_compute_the_same(row):
     assert not is_wrong, (values, note)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
     [
@@ -186,6 +171,7 @@ def test_tied_embeddings_are_one_weight_on_every_layout(layout, row):
     assert not is_wrong, (values, note)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", range(len(MUTATIONS)), ids=NAMES)
 def test_a_planted_fault_fails_its_row(number, row):
     _, layout, flags = MUTATIONS[number]
@@ -198,13 +184,6 @@ def test_a_row_whose_tokens_count_twice_is_at_its_end(row):
     fault = functools.partial(with_fault, count_tokens_where_they_are_recomputed)
     with pytest.raises(RowFailed, match="the experts' counts differ from the tokens"):
         row("fsdp2+full", QWEN3_MOE, fault)
-
-
-def test_another_commit_draws_another_quarter():
-    others = [f"row{number}" for number in range(40)]
-    quarters = [drawn(others, by) for by in ("", "a", "b", "b")]
-    assert [len(quarter) for quarter in quarters] == [10] * 4
-    assert quarters[2] == quarters[3] != quarters[1] != quarters[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""The suite's budget: what a test and its children take is counted, and too much of it fails the session."""
+"""The budget of a suite: what a test and its children take is counted, and too much of it fails the session."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,8 +8,13 @@ import sys
 
 import cpu_time
 import pytest
+import suites
 
-BUDGET = {"most_of_a_test": 15, "folders": {"unit": 20, "docs": 10}, "counted_as": {"golden": "docs"}}
+BUDGET = {
+    "most_of_a_test": {"test": 5, "full": 15},
+    "suites": {"test": 20, "both": 30},
+    "stated": {"a feature": {"test": 1, "both": 2}, "another": {"both": 3}},
+}
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 PLANTED = f"""
@@ -34,20 +40,26 @@ def test_second_of_a_standing_worker(standing):
 
 
 def test_what_exceeds_its_budget_is_named():
-    times = {"tests/unit/test_a.py::one": 16.0, "tests/unit/test_a.py::two": 5.0, "tests/docs/test_b.py::three": 1.0}
-    assert cpu_time.over_budget(times, BUDGET) == [
-        "tests/unit/test_a.py::one: 16.0 CPU seconds, a test that is not marked slow has 15",
-        "tests/unit: 21 CPU seconds, its budget is 20",
+    quick = {"lint": 9.0, "tests/unit/test_a.py::one": 6.0, "tests/unit/test_a.py::two": 5.0}
+    full = {"tests/docs/test_b.py::three": 14.0, "tests/docs/test_b.py::four": 1.0}
+    assert cpu_time.over_budget({"test": quick}, BUDGET) == [
+        "tests/unit/test_a.py::one: 6.0 CPU seconds, a test of this suite has 5"
     ]
-    assert not cpu_time.over_budget(times | {"tests/unit/test_a.py::one": 14.0}, BUDGET)
+    assert cpu_time.over_budget({"full": full}, BUDGET) == []
+    assert cpu_time.over_budget({"test": quick | {"lint": 11.0}, "full": full}, BUDGET) == [
+        "tests/unit/test_a.py::one: 6.0 CPU seconds, a test of this suite has 5",
+        "suite test: 22 CPU seconds, its budget is 21",
+        "suite both: 37 CPU seconds, its budget is 35",
+    ]
 
 
-def test_a_folder_may_be_counted_under_another_name_and_none_is_without_a_budget():
-    times = {"tests/golden/test_a.py::one": 6.0, "tests/docs/test_b.py::two": 6.0, "tests/new/test_c.py::three": 1.0}
-    assert cpu_time.over_budget(times, BUDGET) == [
-        "tests/docs: 12 CPU seconds, its budget is 10",
-        "tests/new has no budget in tests/budget.toml",
-    ]
+def test_the_rest_and_sessions_without_a_suite_have_no_budget():
+    assert cpu_time.over_budget({"all": {"tests/a.py::b": 99.0}, "none": {"tests/a.py::c": 99.0}}, BUDGET) == []
+
+
+def test_seconds_are_shown_by_folder():
+    times = {"tests/unit/a.py::x": 1.0, "lint": 2.0, "tests/docs/a.py::x": 3.0, "tests/unit/b.py::x": 4.0}
+    assert cpu_time.by_folder(times) == {"docs": 3.0, "lint": 2.0, "unit": 5.0}
 
 
 @pytest.fixture
@@ -55,13 +67,16 @@ def planted(tmp_path):
     """A suite with a budget of its own, and how to run it."""
     folder = tmp_path / "tests"
     (folder / "unit").mkdir(parents=True)
-    shutil.copy(cpu_time.__file__, folder)
-    (folder / "budget.toml").write_text("most_of_a_test = 0.5\n[folders]\nunit = 1.5\n[counted_as]\n")
+    for module in (cpu_time, suites):
+        shutil.copy(module.__file__, folder)
+    (folder / "budget.toml").write_text("[most_of_a_test]\ntest = 0.5\n[suites]\ntest = 2.5\nboth = 3\n")
     (folder / "unit" / "test_planted.py").write_text(PLANTED)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
 
     def run(*arguments):
-        command = [sys.executable, "-m", "pytest", "-p", "cpu_time", "-p", "no:cacheprovider", "tests", *arguments]
+        command = [sys.executable, "-m", "pytest", "-p", "cpu_time", "-p", "suites", "-p", "no:cacheprovider", "tests"]
         environ = {**os.environ, "PYTHONPATH": str(folder)}
+        command += ["--suite", "test", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
 
     return run
@@ -77,18 +92,24 @@ def test_children_count_for_the_test_that_they_work_for(planted, processes):
     assert done.returncode == 1, done.stdout
     over = [line for line in done.stdout.splitlines() if line.startswith("over budget")]
     assert len(over) == 2, done.stdout
-    assert all("a test that is not marked slow has 0.5" in line for line in over)
+    assert all("a test of this suite has 0.5" in line for line in over)
     assert {line.split("::")[1].split(":")[0] for line in over} == {
         "test_child_that_is_waited_for",
         "test_second_of_a_standing_worker",
     }
 
 
-def test_sessions_add_up(planted, tmp_path):
-    times = ["--cpu-times", str(tmp_path / "times.json")]
+def test_sessions_and_commands_add_up(planted, tmp_path):
+    file = tmp_path / "times.json"
+    times = ["--cpu-times", str(file)]
     first = planted(*times, "-k", "light")
     assert first.returncode == 0, first.stdout
-    (tmp_path / "times.json").write_text('{"tests/unit/test_before.py::earlier": 0.4, "tests/unit/test_b.py::x": 1.2}')
+    command = [sys.executable, cpu_time.__file__, str(file), "test", "lint", sys.executable, "-c"]
+    assert subprocess.run([*command, BURN.format(seconds=0.3) + "raise SystemExit(3)"], check=False).returncode == 3
+    found = json.loads(file.read_text())["test"]
+    assert 0.3 <= found.pop("lint") < 2
+    assert list(found) == ["tests/unit/test_planted.py::test_light"]
+    file.write_text(json.dumps({"test": found | {"lint": 2.4}, "full": {"tests/docs/a.py::b": 0.9}}))
     second = planted(*times, "-k", "light")
     assert second.returncode == 1
-    assert "tests/unit: 2 CPU seconds, its budget is 1.5" in second.stdout
+    assert "suite both: 3 CPU seconds, its budget is 3" in second.stdout
