@@ -1,7 +1,8 @@
 """The size of the code as a reader meets it: ``python tests/tokens.py`` prints the tokens of each room and its limit.
 
 A token is a name, a number, a string or an operator. Docstrings and comments are free, and so are lines: only saying
-less makes a file smaller. An f-string is one token and what its braces compute, whatever the version of Python.
+less makes a file smaller. An f-string is one token and what its braces compute, whatever the version of Python. Data
+files of the package, such as recipes and the page of a report, are counted by words.
 """
 
 import ast
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+DATA = ("*.toml", "*.json", "*.js", "*.html")
 COUNTED = {tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP}
 # Python 3.12 and newer split an f-string into tokens; older ones have no such kinds
 F_START = getattr(tokenize, "FSTRING_START", -1)
@@ -75,6 +77,34 @@ def rooms(root: Path = ROOT) -> Counter[str]:
     for path in modules(root):
         found[room_of(path.relative_to(root).as_posix())] += tokens_of(path.read_text(encoding="utf-8"))
     return found
+
+
+def data_words(root: Path = ROOT) -> Counter[str]:
+    """Words of the data files in each room of the package."""
+    found: Counter[str] = Counter()
+    for path in (path for pattern in DATA for path in (root / "crius").rglob(pattern)):
+        found[room_of(path.relative_to(root).as_posix())] += len(path.read_text(encoding="utf-8").split())
+    return found
+
+
+def code_in_strings(text: str) -> list[int]:
+    """Lines where a string begins that is a program of several statements, and no docstring."""
+    tree = ast.parse(text)
+    docstrings = _docstring_lines(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno not in docstrings:
+            if node.value.count("\n") >= 2 and _is_program(node.value):
+                found.append(node.lineno)
+    return found
+
+
+def _is_program(text: str) -> bool:
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return False
+    return len(body) > 1 and not all(isinstance(node, ast.Expr) for node in body)
 
 
 def limits(root: Path = ROOT) -> Counter[str]:
