@@ -269,7 +269,7 @@ J5 = [
         says=("2 ok, 0 failed", r"loss [\d.]+e-(0[89]|1\d)"),
     ),
     Row(
-        "crius train --recipe qwen3_30b_a3b --nproc 64 --dry_run",
+        "crius train --recipe qwen3_30b_a3b --nproc 64 --dry_run --dry_run_imbalance 2",
         needs="experts",
         says=("dry run of qwen3_moe/30b-a3b as rank 0 of 64", "all-to-all ep", r"\d+% of the 80 GiB"),
     ),
