@@ -163,7 +163,7 @@ def draw_rows(
     """Rows ``[first, last)`` of a parameter that is initialised by ``rule``; float32 on the CPU.
 
     A block is always drawn whole, even if only some of its columns are needed: one generator makes its numbers in
-    sequence (docs/gpu.md).
+    sequence (docs/LOG.md).
 
     Args:
         name: full name of the parameter.
