@@ -1,6 +1,6 @@
-"""The table of docs/gpu.md: what a block of the 8B model does on a GPU, Crius's beside torchtitan's own.
+"""The table of benchmarks/results/blocks.md: what a block of the 8B model does on a GPU, beside torchtitan's own.
 
-    python -m benchmarks.gpu.blocks                    # prints it; --write puts it into docs/gpu.md
+    python -m benchmarks.gpu.blocks                    # prints it; --write puts it into that page
 
 No GPU runs, and none is needed: see docs/gpu.md. Needs g++, triton and torchtitan 0.2.2 (``pip install --no-deps triton
 torchtitan==0.2.2 torchdata tyro typeguard``).
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "benchmarks" / "results" / "blocks.md"
 FIELDS = ["kernels forward", "kernels backward", "kept, MiB", "reads", "copies"]
 COLUMNS = ["block", "of", *FIELDS]
 BEGIN, END = "<!-- table: benchmarks/gpu/blocks.py -->\n", "<!-- end of table -->\n"
@@ -125,7 +125,7 @@ def versions_here() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
+    parser.add_argument("--write", action="store_true", help="put the table into its page")
     options = parser.parse_args()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""The table of docs/gpu.md is what benchmarks/gpu/blocks.py makes: its columns and rows, and slowly its numbers."""
+"""benchmarks/results/blocks.md has what benchmarks/gpu/blocks.py makes: its columns and rows, and slowly its numbers."""
 
 import importlib.util
 import re
