@@ -1,4 +1,4 @@
-"""benchmarks/results/blocks.md has what benchmarks/gpu/blocks.py makes: its columns and rows, and slowly its numbers."""
+"""benchmarks/results/blocks.md is what benchmarks/gpu/blocks.py makes: columns and rows, and slowly the numbers."""
 
 import importlib.util
 import re
