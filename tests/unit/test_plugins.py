@@ -1,4 +1,4 @@
-"""Models, data and sinks of installed packages: docs/plugins.md as it stands, and what can be wrong with them."""
+"""Models, data and sinks of installed packages: the files of the documents, and what can be wrong with them."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def install(folder, name, points):
 def place(tmp_path_factory):
     """A folder with notes, and the variable that makes the packages known."""
     site, here = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("here")
-    for page in ("plugins.md", "adding_a_model.md"):
+    for page in ("plugins.md", "extend.md", "adding_a_model.md"):
         for match in FILE.finditer((ROOT / "docs" / page).read_text()):
             (site / match["name"]).write_text(match["text"])
     install(site, "mypackage", tomllib.loads((site / "pyproject.toml").read_text())["project"]["entry-points"])
