@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import assembled
 import fork_server
 import pytest
 import torch
@@ -34,6 +35,8 @@ from crius.parallel.runtime import World
 from crius.train import job
 from crius.train.inputs import resolve, saved_settings
 from crius.train.loop import Loop
+
+assembled.install()
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

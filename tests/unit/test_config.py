@@ -12,6 +12,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import tomli_w
+from configured import hint_of
 from harness import GOLDEN, parse
 
 from crius import cli
@@ -160,7 +161,7 @@ def test_a_flag_has_more_than_one_spelling(shown, flags, name, value):
 @pytest.mark.parametrize("alias", ALIASES)
 def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, toml, alias):
     name = ALIASES[alias]
-    value = as_json(changed(type_of(name), DEFAULTS[name]))
+    value = as_json(changed(hint_of(name), DEFAULTS[name]))
     items = value if isinstance(value, list) else [value]
     for spelling in (alias, alias.replace("_", "-")):
         settings = shown(*(f"--{spelling}={item}" for item in items))
@@ -370,7 +371,7 @@ def test_a_list_replaces_the_list_of_a_weaker_source(shown, toml, written):
 def test_run_toml_gives_back_every_setting_but_the_folder(tmp_path):
     config = everything_changed(RunConfig())
     same = [name for name, value in flatten(config).items() if value == DEFAULTS[name] and name != "model.from_hf"]
-    assert all(len(get_args(type_of(name))) == 1 for name in same), "a choice of one cannot be changed, all others can"
+    assert all(len(get_args(hint_of(name))) == 1 for name in same), "a choice of one cannot be changed, all others can"
     (tmp_path / "run.toml").write_text(to_toml(config))
     flags = ["--config", str(tmp_path / "run.toml"), *command_line_flags(config)]
     by_epochs = replace_fields(config, {"training.steps": DEFAULTS["training.steps"]})  # they come to the steps anew
@@ -517,14 +518,6 @@ def settings_of(config):
             yield from settings_of(value)
         else:
             yield config, field.name
-
-
-def type_of(name):
-    section = RunConfig()
-    *parents, leaf = name.split(".")
-    for parent in parents:
-        section = getattr(section, parent)
-    return get_type_hints(type(section))[leaf]
 
 
 def changed(kind, default):

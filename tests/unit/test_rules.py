@@ -6,8 +6,9 @@ import re
 import resource
 
 import pytest
+from configured import configured
 from harness import parse
-from rule_cases import ASYNC, CASES, FLOAT8, PIPELINE, SCHEDULE, SHARD, TENSOR
+from rule_cases import ASYNC, CASES, FLOAT8, PIPELINE, RESHARD, SCHEDULE, SHARD, TENSOR
 
 from crius import cli
 from crius.config import rules
@@ -35,8 +36,7 @@ PIPELINE_3D = [SHARD, "8", TENSOR, "8", PIPELINE, "8", SCHEDULE, "interleave_1f1
 
 def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False, sharing=""):
     """What the rules see of ``crius train FLAGS``; ``ranks`` is what torchrun started, if it did."""
-    cli.SOURCES.origins.clear()
-    config = parse(flags)
+    config, origin = configured(flags)
     decided = flatten(resolve(config, Machine(device="cuda" if num_gpus or is_dry else "cpu")).config)
     config = replace_fields(config, {name: decided[name] for name in ("compile.enable", "activation_checkpoint.mode")})
     model = describe_known_model(config)
@@ -45,7 +45,7 @@ def facts_of(flags, *, ranks=0, num_gpus=0, is_dry=False, sharing=""):
         asked=config,
         config=config,
         reasons={},
-        origin=cli.SOURCES.origin,
+        origin=origin,
         specs=SPECS,
         model=model,
         num_ranks=num_ranks,
@@ -71,9 +71,11 @@ def no_gpus(monkeypatch):
     monkeypatch.setattr(environment, "visible_gpus", lambda environ: 0)
 
 
-@pytest.mark.parametrize(("rule", "flags", "known", "what", "where", "fix"), CASES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].__name__)
 @pytest.mark.usefixtures("nothing_optional_installed")
-def test_a_rule_names_the_value_where_it_came_from_and_a_fix_that_works(rule, flags, known, what, where, fix):
+def test_a_rule_names_the_value_where_it_came_from_and_a_fix_that_works(case):
+    rule, flags, *known, what, where, fix = case
+    known = dict(*known)
     [error] = rule(facts_of(flags, **known))
     assert isinstance(error, ConfigError)
     assert what in error.what
@@ -114,6 +116,32 @@ def test_a_number_out_of_range_is_refused_with_a_value_that_works(name):
     assert error.where == f"--{name} (command line)"
     [mended] = repairs([f"--{name}=-5"], error.fix)
     assert list(rules.ranges(facts_of(mended))) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        PIPELINE_3D,
+        [
+            RESHARD,
+            "never",
+            RESHARD,
+            "4",
+            "--debug.no_deterministic",
+            "--optimizer.lr=nan",
+            "--data.path=a",
+            "--data.path=b",
+        ],
+        ["--checkpoint.enable", "--checkpoint.folder=", "--data.source", "text", "--data.path", "x"],
+        ["--training.epochs", "2"],
+    ],
+)
+def test_settings_are_those_that_the_command_line_gives(flags):
+    """The other tests of rules do not parse."""
+    config, origin = configured(flags)
+    assert repr(config) == repr(parse(flags))
+    assert {name: origin(name) for name in flatten(config)} == {n: cli.SOURCES.origin(n) for n in flatten(config)}
 
 
 @pytest.mark.usefixtures("no_gpus")

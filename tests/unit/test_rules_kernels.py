@@ -13,7 +13,7 @@ HALF_MASK = [*BF16, *MASK]
 SPLIT = ["--parallelism.context_parallel_degree", "2"]
 GPU = {"num_gpus": 1}
 
-# rule, flags, what else is known, in the sentence, in "why", in "fix"
+# rule, flags, what else is known if anything is, in the sentence, in "why", in "fix"
 CASES = [
     (cpu_kernels_run_on_cpus, [LINEAR, "onednn"], GPU, "linear onednn is for CPUs", "", "linear torch"),
     (cpu_kernels_run_on_cpus, [POINTWISE, "fused"], GPU, "pointwise fused is for CPUs", "", "pointwise torch"),
@@ -22,16 +22,14 @@ CASES = [
     (
         attention_backend_runs,
         [ATTENTION, "blocked", *BF16],
-        {},
         "blocked",
         "needs float32",
         "mixed_precision_param float32",
     ),
-    (attention_backend_runs, [ATTENTION, "blocked", *FP32, *MASK], {}, "blocked", "no mask", "attention_mask causal"),
+    (attention_backend_runs, [ATTENTION, "blocked", *FP32, *MASK], "blocked", "no mask", "attention_mask causal"),
     (
         attention_backend_runs,
         [ATTENTION, "blocked", *FP32, "--training.seq_len", "250"],
-        {},
         "blocked",
         "training.seq_len 250 is not a multiple of 32",
         "--training.seq_len 256",
@@ -39,7 +37,6 @@ CASES = [
     (
         attention_backend_runs,
         [ATTENTION, "blocked", *FP32, "--parallelism.context_parallel_degree", "2"],
-        {},
         "blocked",
         "context parallelism splits sequences",
         "attention auto",
@@ -47,7 +44,6 @@ CASES = [
     (
         attention_backend_runs,
         [ATTENTION, "cudnn"],
-        {},
         "attention cudnn",
         "on a CPU the backends are flash",
         "attention auto",
@@ -55,7 +51,6 @@ CASES = [
     (
         attention_backend_runs,
         [ATTENTION, "flex", *MASK],
-        {},
         "attention flex",
         "on a CPU the backends are flash",
         "attention auto",
@@ -102,7 +97,6 @@ CASES = [
     (
         attention_backend_runs,
         [ATTENTION, "varlen", *MASK],
-        {},
         "varlen",
         "on a CPU the backends are flash",
         "attention auto",
@@ -118,9 +112,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "flags", "known", "sentence", "why", "fix"), CASES)
-def test_a_kernel_that_cannot_run_is_refused(rule, flags, known, sentence, why, fix):
-    (error,) = rule(facts_of(flags, **known))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[1]))
+def test_a_kernel_that_cannot_run_is_refused(case):
+    rule, flags, *known, sentence, why, fix = case
+    (error,) = rule(facts_of(flags, **dict(*known)))
     assert sentence in str(error) and why in str(error) and fix in str(error.fix)
     assert flags[0] in str(error)
 
