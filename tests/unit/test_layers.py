@@ -1,10 +1,11 @@
 """Who may import whom, where, and how large files, functions and rooms may be: the architecture's sections 2 and 3."""
 
 import ast
-import functools
+import io
 import os
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import forms
 import pytest
 import tokens
+from forms import statements, tree_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -126,9 +128,6 @@ NEEDS_TORCH = (
 )
 
 
-tree_of = functools.cache(ast.parse)  # every test reads the same modules
-
-
 def trees(root: Path) -> Iterator[tuple[str, ast.Module]]:
     """Path below the package, and syntax tree, of every module."""
     for file in sorted((root / "crius").rglob("*.py")):
@@ -170,7 +169,7 @@ def wrong_directions(root: Path) -> list[str]:
     found = []
     for path, tree in trees(root):
         importer = room_of(path)
-        for name in (name for node in ast.walk(tree) for name in imported(node)):
+        for name in (name for node in statements(tree) for name in imported(node)):
             if name.startswith("."):
                 found.append(f"{path}: relative import {name}")
             elif is_below(name, "crius") and not is_below(name, "crius.errors") and name != "crius":
@@ -195,8 +194,8 @@ def lazy_imports(root: Path) -> list[str]:
     found = set()
     for path, tree in trees(root):
         lines = (root / "crius" / path).read_text().splitlines()
-        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        for node in (node for function in functions for node in ast.walk(function) if imported(node)):
+        functions = [node for node in statements(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        for node in (node for function in functions for node in statements(function) if imported(node)):
             marked = "# noqa: PLC0415" in lines[node.lineno - 1]
             excused = marked and all(needs_optional(root, name) for name in imported(node))
             if path not in LAZY_ROOMS and not excused:
@@ -210,7 +209,7 @@ def too_long(root: Path) -> list[str]:
         length = len((root / "crius" / path).read_text().splitlines())
         if length > MOST_LINES_OF_FILE:
             found.append(f"{path}: {length} lines")
-        for node in ast.walk(tree):
+        for node in statements(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = node.end_lineno - node.lineno + 1
                 if length > MOST_LINES_OF_FUNCTION:
@@ -278,6 +277,17 @@ def test_no_room_grows_beyond_its_limit():
 )
 def test_tokens_are_counted_without_docstrings_and_comments_on_every_python(text, number, tmp_path):
     assert tokens.rooms(plant(tmp_path, "tools/plan/a.py", text)) == {"crius/tools/plan": number}
+
+
+def test_tokens_are_those_that_python_finds():
+    text = (
+        "x: int = 0x_1F + 1_0.5e-3j // (a ** -b) if a != .5 else ...  # 'none'\n"
+        'for é in [r\'\\\'\', b"\\"#", """a\n\'""" \'\' \'b\']: y **= a @ b; z = lambda *a, **k: a[1:-1]\n'
+        "def f(a, /) -> 'c': return (n := 1.) >> 2 <= \\\n   ~a\n"
+    )
+    kinds = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
+    found = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type in kinds]
+    assert tokens.tokens_of(text) == len(found)
 
 
 def test_what_issues_state_is_added_to_the_limits(tmp_path):
