@@ -4,10 +4,10 @@ import errno
 import json
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
-from harness import crius
 
 from crius import cli
 from crius.data import sample_log
@@ -325,8 +325,6 @@ def test_a_folder_without_logs_is_refused(tmp_path):
         audit(tmp_path)
 
 
-def test_the_audit_needs_no_torch(elastic):
-    (elastic / "torch").mkdir()
-    (elastic / "torch" / "__init__.py").write_text("raise ImportError('torch is not to be imported')")
-    done = crius("data", "audit", str(elastic), PYTHONPATH=f"{elastic}:{os.getcwd()}")
-    assert done.returncode == 0, done.stderr
+def test_the_audit_needs_no_torch(elastic, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["data", "audit", str(elastic)]) == 0

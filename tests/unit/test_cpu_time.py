@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import cpu_time
 import pytest
@@ -99,17 +100,20 @@ def test_children_count_for_the_test_that_they_work_for(planted, processes):
     }
 
 
-def test_sessions_and_commands_add_up(planted, tmp_path):
+def test_sessions_and_commands_add_up(tmp_path, monkeypatch):
+    """The file has the tests of earlier sessions; the sum of all is judged."""
+    (tmp_path / "budget.toml").write_text("[most_of_a_test]\n[suites]\ntest = 9\nboth = 1.9\n")
+    monkeypatch.setattr(cpu_time, "BUDGET", tmp_path / "budget.toml")
     file = tmp_path / "times.json"
-    times = ["--cpu-times", str(file)]
-    first = planted(*times, "-k", "light")
-    assert first.returncode == 0, first.stdout
-    command = [sys.executable, cpu_time.__file__, str(file), "test", "lint", sys.executable, "-c"]
-    assert subprocess.run([*command, BURN.format(seconds=0.3) + "raise SystemExit(3)"], check=False).returncode == 3
-    found = json.loads(file.read_text())["test"]
-    assert 0.3 <= found.pop("lint") < 2
-    assert list(found) == ["tests/unit/test_planted.py::test_light"]
-    file.write_text(json.dumps({"test": found | {"lint": 2.4}, "full": {"tests/docs/a.py::b": 0.9}}))
-    second = planted(*times, "-k", "light")
-    assert second.returncode == 1
-    assert "suite both: 3 CPU seconds, its budget is 3" in second.stdout
+    assert cpu_time.main(str(file), "test", "lint", sys.executable, "-c", BURN.format(seconds=0.3) + "exit(3)") == 3
+    assert 0.3 <= json.loads(file.read_text())["test"]["lint"] < 1
+    codes = []
+    for suite, seconds in (("test", 0.5), ("full", 0.3), ("full", 0.8)):
+        session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+        plugin = cpu_time.CpuTimes(str(file), suite, reports=True)
+        name = f"tests/unit/test_{seconds}.py::test_one"
+        plugin.pytest_runtest_logreport(SimpleNamespace(nodeid=name, user_properties=[(cpu_time.PROPERTY, seconds)]))
+        plugin.pytest_sessionfinish(session)
+        codes.append(session.exitstatus)
+    assert codes == [pytest.ExitCode.OK, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED]
+    assert plugin.over == ["suite both: 2 CPU seconds, its budget is 1.9"]

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 from harness import ROOT, crius, parse
@@ -341,13 +342,14 @@ def test_the_train_command_that_is_printed_trains(tmp_path):
     (tmp_path / "books" / "a.txt").write_text("the cat and the dog " * 400)
     tokenizer_in(tmp_path / "tok", template="<s> $A", vocabulary=600)
     flags = ["--data.source", "text", "--data.path", "books/", "--tokenizer.path", "tok/", "--num_workers", "1"]
-    done = crius("data", "prepare", "mydata", *flags, cwd=tmp_path)
+    environ = {"PATH": f"{fork_server.client().parent}:{os.environ['PATH']}"}
+    done = crius("data", "prepare", "mydata", *flags, cwd=tmp_path, **environ)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()[1].removeprefix("train on it: ")
     ran = subprocess.run(
         f"{printed} --training.steps 1 --model.num_layers 1",
         **{"shell": True, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": False},
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
     )
     assert ran.returncode == 0 and "step 1/1" in ran.stdout + ran.stderr, ran.stderr
 

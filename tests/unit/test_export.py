@@ -28,7 +28,7 @@ from crius.interop.context import longest_context
 from crius.interop.weights import open_weights
 from crius.models.config import RopeScaling, rope_scaling_text
 from crius.models.registry import SPECS
-from crius.tools.convert import exporting
+from crius.tools.convert import exporting, logits
 from crius.tools.convert.dcp_out import export_dcp
 from crius.tools.convert.exporting import export_model, open_source
 from crius.tools.convert.tokenizer_out import byte_tokenizer
@@ -93,6 +93,18 @@ def alone(monkeypatch):
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
 
 
+@pytest.fixture
+def compared_here(monkeypatch):
+    """Logits are compared in this process, which has imported transformers. The last test of modules starts one."""
+
+    def run(command, input, **options):
+        job = json.loads(input)
+        found = logits.compare(**job | {"folder": Path(job["folder"])})
+        return SimpleNamespace(returncode=0, stdout=json.dumps(found))
+
+    monkeypatch.setattr(exporting, "subprocess", SimpleNamespace(run=run))
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -119,7 +131,7 @@ def test_what_transformers_saved_comes_back(tmp_path, alone, kind, changes):
     assert generation == json.loads((source / "generation_config.json").read_text())
 
 
-def test_a_run_becomes_what_transformers_loads_with_the_same_logits(run_dir, tmp_path, capsys):
+def test_a_run_becomes_what_transformers_loads_with_the_same_logits(run_dir, tmp_path, capsys, compared_here):
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf")]) == 0
     said = capsys.readouterr().out
     assert "21 of 21 tensors equal" in said and "x max |logit|" in said
@@ -135,7 +147,7 @@ def test_a_run_becomes_what_transformers_loads_with_the_same_logits(run_dir, tmp
     assert "training.seq_len = 32" in card and "optimizer.beta1" not in card and "data.path" not in card
 
 
-def test_other_logits_are_refused_and_nothing_stays(run_dir, tmp_path, monkeypatch, capsys):
+def test_other_logits_are_refused_and_nothing_stays(run_dir, tmp_path, monkeypatch, capsys, compared_here):
     right = exporting.config_of
     monkeypatch.setattr(exporting, "config_of", lambda *of: {**right(*of), "rope_theta": 4e5})
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf")]) == 1
@@ -144,7 +156,7 @@ def test_other_logits_are_refused_and_nothing_stays(run_dir, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tokenizer_class_that_makes_other_ids_is_refused(tmp_path):
+def test_a_tokenizer_class_that_makes_other_ids_is_refused(tmp_path, compared_here):
     source = saved_by_transformers(tmp_path / "hf", "llama")
     (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
     with pytest.raises(CheckpointError, match=r"AutoTokenizer makes other ids of 'Gr(.|\n)*TokenizerFast"):

@@ -86,8 +86,10 @@ def test_a_run_keeps_the_first_texts_of_each_command_for_its_report(generate, so
     assert greedy["prompt"] + greedy["text"] + "\n" == out and greedy["step"] == 0
     [again], _ = samples()
     assert again["text"] == greedy["text"] and again["time"] > greedy["time"]
-    found, _ = samples("--temperature", 1, "--seed", 3, *(20 * ["--prompt", "b" * 5000]))
+    found, _ = samples("--temperature", 1, "--seed", 3, "--prompt", "b" * 4001)
     assert [(one["temperature"], len(one["prompt"])) for one in found] == [(0, 1), (1, 1), (1, 4003)]
+    found, _ = samples(*(word for number in range(10) for word in ("--prompt", number)))
+    assert [one["prompt"] for one in found[2:]] == ["a", *map(str, range(7))]
 
 
 def test_texts_that_cannot_be_kept_are_a_warning(generate, source, tmp_path):
@@ -229,6 +231,7 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_template_is_refused_in_seconds_and_runs_nothing(what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(renderer._LIMITS, "cpu_seconds", 1)
     began = time.monotonic()
     with pytest.raises(DataError, match="cannot be rendered") as caught:
         render_chat(HOSTILE[what], HELLO, {})
