@@ -74,6 +74,7 @@ def compare(layout, placement):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ROWS)
 def test_no_bit_changes(layout, workers, tmp_path):
     for found in workers(LAYOUTS[layout]).run(functools.partial(compare, layout), tmp_path):

@@ -66,6 +66,7 @@ def test_the_hook_moves_the_buffers_by_the_counts_of_the_step(alone, monkeypatch
     assert abs(still[1][0] - losses[1][0]) > 1e-4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["fsdp2_accum2", "tp2", "pp2", "cp2", "1+full", "fsdp2+selective"])
 def test_every_layout_counts_each_token_once(layout, alone, tmp_path):
     losses, folder = alone
@@ -95,6 +96,7 @@ def test_a_pass_that_is_not_of_the_step_counts_nothing(more, alone, tmp_path):
     assert contents(tmp_path, STEPS) == contents(folder, STEPS)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["fsdp2", "pp2"])
 def test_a_run_that_is_killed_goes_on_to_the_bit_and_on_another_layout(layout, tmp_path, monkeypatch, capfd):
     own = ("--training.dtype", "bfloat16")  # of the weights: ``shifts`` sees that buffers stay float32

@@ -39,6 +39,7 @@ def one_device(chat, tmp_path_factory):
     return train(chat, tmp_path_factory.mktemp("one"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["fsdp4", "fsdp2_tp2", "pp2", "cp2"])
 def test_packed_conversations_and_a_last_batch_of_padding_give_one_curve(layout, chat, one_device, tmp_path):
     corpus = open_run_corpus(parse(chat), 1)

@@ -20,6 +20,7 @@ def losses_of(records):
 CHAIN = ["1", "tp2", "pp2_fsdp2", "fsdp3", "hsdp2x2", "fsdp2_tp2", "cp2", "ddp2", "pp2_tp2", "1"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("own", "layouts", "layers"),
     [
@@ -46,6 +47,7 @@ def test_any_layout_loads_what_any_other_saved(own, layouts, layers, tmp_path, m
         shutil.rmtree(tmp_path / str(number - 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "own"),
     [
@@ -106,6 +108,7 @@ def test_optimizer_state_that_is_not_taken_over_is_said(tmp_path, capfd):
     assert "resume: optimizer state of 14 parameters starts from zero, such as layers.0" in said
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["1", "pp2_fsdp2", "tp2"])
 def test_weights_are_drawn_at_the_start_and_not_where_they_are_loaded(layout, tmp_path, monkeypatch):
     """By any rank. Into the same folder, and from another one."""

@@ -181,6 +181,7 @@ GRADIENT_COLLECTIVES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "sync", "reduce_scatters", "all_reduces"), GRADIENT_COLLECTIVES)
 def test_gradient_sync_sets_the_collectives_of_a_step(layout, sync, reduce_scatters, all_reduces, costs_of):
     for counts in costs_of(layout)[f"{sync} default"]["counts"]:
@@ -196,6 +197,7 @@ ALL_GATHERS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["hsdp2x2", "fsdp4"])
 @pytest.mark.parametrize("reshard", ALL_GATHERS)
 def test_reshard_mode_sets_the_all_gathers_of_a_step(layout, reshard, costs_of):
@@ -212,6 +214,7 @@ def test_one_shard_gathers_nothing(costs_of):
 TOLERANCE = 1e-3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["hsdp2x2", "fsdp4"])
 def test_deferred_sync_keeps_unsharded_gradients_between_microbatches(layout, costs_of):
     """Instead of a shard of them, which under HSDP is not summed over replicas yet."""
@@ -223,6 +226,7 @@ def test_deferred_sync_keeps_unsharded_gradients_between_microbatches(layout, co
     assert found["immediate default"]["bytes"] == pytest.approx(found["auto default"]["bytes"], rel=TOLERANCE)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["hsdp2x2", "fsdp4"])
 def test_never_resharding_keeps_unsharded_weights_between_microbatches(layout, costs_of):
     """Beside the shards, which the optimizer updates."""

@@ -148,12 +148,14 @@ def run_of(tmp_path_factory):
     return run
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("checkpointing", CHECKPOINTS)
 def test_all_blocks_share_one_graph(checkpointing, run_of):
     found = run_of(checkpointing)
     assert (found["blocks"], found["graphs"]) == (NUM_LAYERS, 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("checkpointing", CHECKPOINTS)
 def test_validation_adds_one_graph_and_no_recompilation(checkpointing, run_of):
     """Without gradient it is another graph; back in training nothing is compiled again."""

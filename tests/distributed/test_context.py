@@ -223,6 +223,7 @@ def model_gaps(num_ranks):
         return differences(cases, num_ranks, Path(folder))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_ranks, name", ATTENTION_RUNS)
 def test_attention_equals_one_process(num_ranks, name, method):
@@ -230,6 +231,7 @@ def test_attention_equals_one_process(num_ranks, name, method):
     assert max(attention_gaps(num_ranks)[f"{method}/{name}"]) < TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", MODEL_CASES)

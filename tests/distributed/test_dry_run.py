@@ -86,6 +86,7 @@ CASES = {
 FEW = ("one", "fsdp3, shards of unequal size", "fsdp2_tp2, foreach")  # the others repeat them on other layouts
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in CASES])
 def test_extrapolation_equals_the_full_measurement_to_the_byte(case, tmp_path):
     """All of it: parameters, peaks and their moment, kinds of memory, FLOPs, collectives."""
@@ -191,6 +192,7 @@ def _pipeline(given, path, placement):
     (path / f"{placement.rank}.json").write_text(json.dumps(peaks["second"]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "schedule",
     [

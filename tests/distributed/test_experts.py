@@ -122,6 +122,7 @@ def run_layout(workers, tmp_path_factory):
     return both
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_split_experts_train_as_in_one_process(model, layout, run_layout):
     got, want = run_layout(model, layout)
@@ -137,6 +138,7 @@ def test_split_experts_train_as_in_one_process(model, layout, run_layout):
 
 
 # with replicas and recomputed; split over the ranks of tensor parallelism too, by the rows of each expert
+@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "hsdp2x2_ep2+full"), ("two_experts", "fsdp2_tp2")])
 def test_experts_in_a_unit_of_their_own_train_to_the_same_bits(model, layout, run_layout):
     [apart, _], [together, _] = (run_layout(model, layout, work) for work in (trained_apart, trained))
@@ -190,6 +192,7 @@ def dispatched(chosen, placement):
         return own.grad.abs().sum().item()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("chosen", [[(0, 1), (0, 1)], [(2, 3), (2, 3)], [(0, 1), (2, 3)], [(3, 0), (1, 2)]])
 def test_a_rank_whose_experts_nobody_chooses_has_gradients_of_zeros(chosen, workers, tmp_path):
     sizes = workers(2).run(partial(dispatched, chosen), tmp_path)

@@ -20,6 +20,7 @@ def trained(tmp_path_factory):
     return place / "mine"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2", "pp2"])
 def test_an_export_of_any_layout_has_the_bytes_of_one_process(trained, tmp_path, layout, monkeypatch):
     """The run goes on from the weights of one process and saves them after a step too small to change a bit."""

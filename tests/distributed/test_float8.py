@@ -56,6 +56,7 @@ def apart(found, wanted):
     return tuple(max(abs(a[i] - b[i]) / abs(b[i]) for a, b in pairs) for i in (0, 1))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("section", "layout"),
     [
@@ -77,6 +78,7 @@ def test_recipes_are_not_one_another(curve):
     assert curve("tensorwise", "1")[0][0] != curve("rowwise", "1")[0][0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("section", "layout"), [("gather", "fsdp2_tp2"), ("gather, scales at once", "fsdp2_tp2")])
 def test_a_float8_gather_changes_no_number(section, layout, curve):
     """In float32 a weight is rounded once, by the scale of the whole weight, before the gather or after it."""

@@ -22,6 +22,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_generate_what_one_generates(name, folder, capfd):
     train([*SMALL, *MODELS[name]], folder / name)

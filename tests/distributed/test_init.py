@@ -45,6 +45,7 @@ MANY_RANKS = ("fsdp8", "hsdp2x4", "tp8", "hsdp2x2_tp2")  # pp2_fsdp2_tp2 has as 
 ROWS = [pytest.param(row, marks=pytest.mark.slow if row in MANY_RANKS else ()) for row in matrix.INIT[1:]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ROWS)
 def test_every_layout_starts_from_the_bits_of_one_device(layout, one_device, checksums):
     assert all(one_device.values())  # empty where ranks differ that hold the same part

@@ -85,6 +85,7 @@ def test_the_size_that_is_announced_is_that_of_the_checkpoint(more, tmp_path):
     assert checkpoint_bytes(parse(given), describe_model(parse(given))) == pytest.approx(size, rel=0.02)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("enable", "code", "said"), [(None, 75, "saved in"), (False, 143, "lost: checkpoint.enable")])
 @pytest.mark.parametrize("layout", ["1", "fsdp2"])
 def test_a_signal_ends_it_and_the_summary_says_where(layout, enable, code, said, tmp_path):
@@ -156,6 +157,7 @@ def test_a_last_validation_that_fails_loses_no_model_and_is_made_up_for(tmp_path
     assert sum("val_loss" in record for record in read_metrics(tmp_path)) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "enable", "code", "fate"),
     [("1", None, 75, "saved in"), ("fsdp2", None, 75, "saved in"), ("1", False, 143, "lost: checkpoint.enable is off")],

@@ -14,6 +14,7 @@ def want(tmp_path_factory):
     return train(off, tmp_path_factory.mktemp("off"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["1", "tp2", "fsdp2_accum2", "pp2"])
 def test_the_chunked_loss_is_that_of_all_logits_under(layout, want, tmp_path):
     got = train([*FLAGS, "--kernels.linear_cross_entropy", "chunked", *layout_flags(layout)], tmp_path)

@@ -72,6 +72,7 @@ def tokens():
     return (torch.arange(48) * 7919 % 384)[None]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_of_any_layout_load_in_peft_and_are_the_model_that_was_trained(
     layout, runs, base, tokens, tmp_path, monkeypatch

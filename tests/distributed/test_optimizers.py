@@ -71,6 +71,7 @@ def one_device(tmp_path_factory, result_of):
     return run
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "layout", "flags", "loss", "update"), RUNS, ids=[f"{a} {b}" for a, b, *_ in RUNS])
 def test_a_sharded_step_is_the_whole_step(name, layout, flags, loss, update, one_device, result_of, tmp_path):
     want, shards = one_device(name)

@@ -241,17 +241,20 @@ def assert_same(ranks):
         assert found["gradient"] <= 1e-5  # and so do microbatches and ranks in the gradients
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "schedule"), CASES)
 def test_a_pipeline_equals_one_process(layout, schedule, run):
     """Three steps, the last with microbatches of another size, and validations of other sizes between them."""
     assert_same(run(layout, schedule))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", FEW)
 def test_every_stage_attends_by_the_ends_of_the_documents_of_its_microbatch(schedule, run):
     assert_same(run("pp2", schedule, "--model.attention_mask", "document", change=with_kernel))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", EVERY)
 def test_weights_are_gathered_and_gradients_scattered_once_a_step(schedule, run):
     """Of every part of a rank, however many microbatches there are."""
@@ -266,6 +269,7 @@ def test_a_pipeline_equals_one_process_when_weights_are_freed_after_the_forward(
     assert_same(run("pp2_fsdp2", schedule, "--parallelism.reshard_after_forward_mode", "always"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleave_1f1b"])
 def test_a_pipeline_of_checkpointed_layers_equals_one_process(schedule, run):
     assert_same(run("pp2", schedule, change=checkpointed))

@@ -80,11 +80,13 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_data_parallel_layout_has_the_bits_of_one_device(layout, one_device, tmp_path):
     assert bits(LAYOUTS[layout], tmp_path) == one_device
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("beside", "data"), [([TENSOR, "2"], REPLICATE), ([CONTEXT, "2"], SHARD)], ids=["tp2-ddp2_tp2", "cp2-fsdp2_cp2"]
 )

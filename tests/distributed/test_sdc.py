@@ -74,6 +74,7 @@ def error_of(flags, plant, rank, run_dir, capfd):
 
 
 # steps 2, 4, ... have two microbatches more: of step 2 the 2nd and the 3rd that a rank computes
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "call", "rank"),
     [([SHARD, "2"], 3, 1), ([REPLICATE, "2"], 2, 0), ([], 3, 0)],

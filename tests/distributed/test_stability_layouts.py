@@ -99,6 +99,7 @@ SKIP = ("--stability.nonfinite", "skip")
 NAN = "nan:step=5"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2", "pp2_accum4"])
 def test_a_skipped_nan_leaves_no_trace_and_training_goes_on_as_on_one_device(
     layout, one_device, tmp_path, monkeypatch, capfd
@@ -129,6 +130,7 @@ def test_a_skipped_nan_leaves_no_trace_and_training_goes_on_as_on_one_device(
 ROLLBACK = ("--stability.nonfinite", "rollback", "--stability.snapshot_interval", "3")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
@@ -170,6 +172,7 @@ SPIKE = ("--stability.window", "10", "--stability.spike", "skip")
 JUMP = "spike:step=8,factor=1000"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["ddp2", "tp2", "pp2_accum4"])
 def test_a_spike_is_seen_alike_on_every_layout_and_its_norms_are_global(layout, one_device, tmp_path, monkeypatch):
     _, folder = one_device(JUMP, *SPIKE)

@@ -32,6 +32,7 @@ def run(flags, environ, tmp_path):
     return crius("train", *SMALL, *FEW, *flags, "--job.run_dir", str(tmp_path), timeout=200, **environ)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("planted", INACTIVE)
 def test_strict_ends_a_run_whose_optimisation_does_nothing_and_names_it(planted, tmp_path):
     flags, environ, name, reason = INACTIVE[planted]

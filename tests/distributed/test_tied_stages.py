@@ -50,6 +50,7 @@ def disturb(config, folder, placement):
     run_job(config, folder, time.monotonic(), placement, prepare=prepare)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "own"),
     [

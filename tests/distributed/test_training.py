@@ -128,6 +128,7 @@ def plain(tmp_path_factory):
 PLAIN = [*SHORT, *layout_flags("fsdp2_accum2"), "--parallelism.reshard_after_forward_mode", "never"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "flags",
     [
@@ -165,6 +166,7 @@ def variant_on_one_device(tmp_path_factory):
 VARIANTS = {"plain": ["--training.steps", "10"], "tied": TIED}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("variant", "layout"), [("tied", "fsdp2"), ("tied", "ddp2_accum2")])
 def test_variant_matches_one_device(variant, layout, variant_on_one_device, tmp_path):
     want = variant_on_one_device(variant)

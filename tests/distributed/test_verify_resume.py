@@ -71,6 +71,7 @@ NOT_RESTORED = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mistake", NOT_RESTORED)
 def test_what_is_not_restored_is_found(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(*NOT_RESTORED[mistake])

@@ -64,6 +64,7 @@ def watched(target, run_dir, num_ranks=3, restarts=0, **limits):
     return run_workers(target, num_ranks, run_dir, supervision=how, threads=1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("phase", ["start", "data", "forward", "backward", "optimizer", "save"])
 def test_a_stopped_rank_is_named_within_its_limit_and_2_seconds(phase, tmp_path, capfd):
     note = tmp_path / "stopped"

@@ -93,6 +93,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_input_is_one_message_in_time_with_no_process_left(case, tmp_path):
     spoil, (code, error_class, said) = CASES[case]

@@ -118,6 +118,7 @@ def test_no_bit_changes(name, mask):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "graphs"), [("full", 1), ("every_second_block", 2), ("default_ops", 1)])
 def test_no_bit_changes_when_compiled_and_blocks_share_a_graph(name, graphs, fresh_compiler):
     """By aot_eager, whose graphs call the kernels that eager calls."""
@@ -248,6 +249,7 @@ def test_dropout_draws_the_same_mask_again(config):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.full
 def test_memory_budget_keeps_the_share_it_is_given(fresh_compiler):
     sizes = []
     for budget in (0.0, 0.5, 1.0):

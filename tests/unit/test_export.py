@@ -354,6 +354,7 @@ def test_a_card_cannot_be_written_by_the_settings_of_a_stranger(run_dir, tmp_pat
     assert card.count("```") == 4 and card.count("\n# ") == 1 and "a1a1" not in card and "| a / b" in card
 
 
+@pytest.mark.full
 def test_modules_in_the_current_folder_are_not_run(run_dir, tmp_path, monkeypatch):
     (tmp_path / "transformers.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.chdir(tmp_path)

@@ -73,6 +73,7 @@ def watched(corpus):
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_no_payload_of_a_dcp_checkpoint_is_executed(tmp_path):
     marker, corpus = tmp_path / "marker", tmp_path / "corpus"
     harmful = payloads(str(marker))
@@ -137,6 +138,7 @@ def test_no_name_in_a_safetensors_index_leads_outside(path, tmp_path):
         read_safetensors(folder)
 
 
+@pytest.mark.full
 def test_names_that_lead_outside_open_nothing_there(tmp_path):
     corpus = tmp_path / "corpus"
     for number, path in enumerate(NAMES):

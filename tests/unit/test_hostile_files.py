@@ -223,6 +223,7 @@ def sample_manifest():
     return Manifest(20, "run", versions, config, "fsdp2", 2, "data", files, tensors).encode()
 
 
+@pytest.mark.full
 def test_10000_mutated_manifests_and_headers_raise_nothing_but_checkpoint_errors(tmp_path):
     rng = random.Random(11)
     before = peak_bytes()

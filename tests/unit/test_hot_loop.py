@@ -249,6 +249,7 @@ def keep_weights(config, run_dir, started, placement, wrapped):
     assert asked == [False]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [

@@ -38,6 +38,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_named_module_is_trained_recorded_and_named_again(folder):
     done = crius("train", "--import", "ours", "--model.name", "ours", *SHORT, "--job.run_dir", "r", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -77,6 +78,7 @@ def test_what_is_wrong_with_a_module_is_one_error(folder, flags, said):
     assert said in done.stderr and "  fix    " in done.stderr
 
 
+@pytest.mark.full
 def test_a_dry_run_holds_a_block_against_its_description(folder):
     done = crius("train", "--import", "bare", "--model.name", "bare", *SHORT, "--dry_run", cwd=folder)
     assert done.returncode == 1 and "bare/tiny does not match its description" in done.stderr, done.stderr

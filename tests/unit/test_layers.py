@@ -334,6 +334,7 @@ def test_a_form_that_only_saves_lines_is_found(text, names):
     assert [name for _, name in forms.forms_in(text)] == names
 
 
+@pytest.mark.full
 def test_a_run_of_one_process_loads_few_files(tmp_path):
     code = (
         "import sys\n"

@@ -248,6 +248,7 @@ def test_weights_that_would_be_drawn_are_refused_unless_nothing_is_saved(tmp_pat
     assert parse([*TUNE, "--checkpoint.no_enable"]).lora.rank == 2
 
 
+@pytest.mark.full
 def test_a_run_of_lora_is_a_model_wherever_one_is_taken(tuned, base, tmp_path):
     """Its weights are W + s B A, rounded once; it answers, is checked, and other runs start from it."""
     weights, plain = open_weights(str(tuned)), open_weights(str(base))
