@@ -123,7 +123,7 @@ docs: $(DOCS_STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs -d docs/_build/doctrees . docs/_build/html
 
 bench-cpu: $(BENCH_STAMP)
-	$(BIN)/python benchmarks/bench_cpu.py --out $(BENCH_OUT)
+	$(BIN)/python -m benchmarks.bench_cpu --out $(BENCH_OUT)
 
 # a machine that has a torch, but no registry, needs no .venv
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON)))

@@ -1,11 +1,10 @@
 """Crius, plain PyTorch and Hugging Face's Trainer on a CPU: the same model, weights and tokens, in turns.
 
-    python benchmarks/bench_cpu.py [--cases eager_1t,compiled_1t,eager_2t,compiled_2t] [--rounds N] [--out FILE]
+    python -m benchmarks.bench_cpu [--cases eager_1t,compiled_1t,eager_2t,compiled_2t] [--rounds N] [--out FILE]
 
 Prints a table for each case and ends with one line of JSON. Exit code 1 where losses disagree or a trainer failed.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -19,23 +18,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers.task import Task
 
+from benchmarks.command import parser_of, positive, receipt, write_result
+from benchmarks.parts import batches, first_model
+from benchmarks.peers.task import Task
+from benchmarks.turns import Contestant, Outcome, median_ratio, row, table, take_turns
 from crius.cli.settings import run_of
 from crius.config.run import RunConfig
-from crius.data.loader import BatchLoader
 from crius.data.meta import FORMAT_VERSION, META, TokenMeta
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import DOCUMENTS, TOKEN_BYTES, TOKENS
 from crius.models import registry
 from crius.models.huggingface import rows_of
-from crius.parallel.allocate import allocate
-from crius.parallel.init import init_parameters, init_rules
-from crius.table import aligned
 from crius.tools.bench.machine import Machine
-from crius.tools.bench.result import receipt, write_result
-from crius.tools.bench.turns import Contestant, Outcome, median_ratio, take_turns
-from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
+from crius.train.inputs import describe_model
 
 PEERS = Path(__file__).parent / "peers"
 CRIUS = "crius"
@@ -93,13 +89,9 @@ def write_tokens(folder: Path, tokens: np.ndarray) -> None:
 
 def first_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     """The weights that Crius starts with, by Hugging Face's names."""
-    facts, family = describe_model(config), registry.families()[config.model.name]
-    with torch.device("meta"):
-        model = registry.build(facts)
-    allocate(model, "cpu")
-    init_parameters(model, init_rules(facts), config.debug.seed)
+    family = registry.families()[config.model.name]
     weights = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in first_model(config, torch.device("cpu")).named_parameters():
         names = list(rows_of(family.translated(name), tuple(parameter.shape)))
         parts = [parameter] if len(names) == 1 else parameter.unbind()
         weights |= {theirs: part.detach() for theirs, part in zip(names, parts, strict=True)}
@@ -113,14 +105,10 @@ def write_weights(config: RunConfig, file: Path) -> None:
 
 def write_batches(config: RunConfig, steps: int, file: Path) -> None:
     """The windows that Crius trains on, in its own order, one batch after the other."""
-    size = run_batch_sizes(config, 1).total
-    loader = BatchLoader(open_run_corpus(config, 1).train, global_batch_size=size, rank=0, num_ranks=1, prefetch=0)
     with file.open("wb") as out:
-        for _ in range(steps):
-            batch = next(loader)
+        for batch in batches(config, steps):
             window = torch.cat((batch.tokens_BT, batch.labels_BT[:, -1:]), dim=1)
             out.write(window.numpy().astype("<u2").tobytes())
-    loader.close()
 
 
 def write_task(
@@ -155,19 +143,17 @@ def contestants(folder: Path, flags: list[str], warmup: int, compiled: bool, thr
     """Crius and its peers, each one process."""
     environ = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
-    ours = [sys.executable, "-m", "crius", "bench", "contestant", *flags, "--warmup", str(warmup)]
+    ours = [sys.executable, "-m", "benchmarks.train_job", *flags, "--warmup", str(warmup)]
     ours += ["--job.run_dir", str(folder / f"run-{compiled}-{threads}")]
     ours += COMPILED if compiled else []
     theirs = [str(folder / "task.json"), *(["--compile"] if compiled else [])]
     return [
         Contestant(CRIUS, ours, environ),
-        *(Contestant(name, [sys.executable, str(PEERS / f"{name}.py"), *theirs], environ) for name in peers()),
+        *(
+            Contestant(name, [sys.executable, "-m", f"benchmarks.peers.{name}", *theirs], environ)
+            for name in ("plain_torch", "hf_trainer")
+        ),
     ]
-
-
-def peers() -> list[str]:
-    """Names of the peers' programs."""
-    return ["plain_torch", "hf_trainer"]
 
 
 def disagreements(outcomes: list[Outcome]) -> list[str]:
@@ -192,55 +178,6 @@ def summary(cases: dict[str, list[Outcome]]) -> dict[str, Any]:
     return {"ratio_vs_best_peer": ratios, "rss_ratio": round(min(memory), 4)}
 
 
-def table(outcomes: list[Outcome]) -> list[str]:
-    """One case; the ratio is of CPU seconds, theirs over ours, so that more is better for Crius."""
-    reported = set.intersection(*(set(outcome.losses) for outcome in outcomes))
-    last = max(reported & TOLERANCES.keys() - {1} or reported)
-    header = (
-        "",
-        "CPU-s/step",
-        "spread",
-        "fastest",
-        "wall ms",
-        "spread",
-        "tokens/s",
-        "RSS MiB",
-        "loss 1",
-        f"loss {last}",
-    )
-    rows = [(*header, "ratio")]
-    for outcome in outcomes:
-        wall, cpu = outcome.samples(), outcome.samples("cpu_seconds")
-        rows.append(
-            (
-                outcome.name,
-                f"{cpu.median:.4f}",
-                f"{cpu.spread:.1%}",
-                f"{min(cpu.seconds):.4f}",
-                f"{1e3 * wall.median:.0f}",
-                f"{wall.spread:.1%}",
-                f"{outcome.facts['tokens_per_step'] / wall.median:,.0f}",
-                f"{outcome.peak_rss_mib:.0f}",
-                f"{outcome.losses[1]:.5f}",
-                f"{outcome.losses[last]:.5f}",
-                f"{median_ratio(outcome, outcomes[0], 'cpu_seconds'):.3f}",
-            )
-        )
-    return aligned(rows, left=(0,))
-
-
-def row(outcome: Outcome) -> dict[str, Any]:
-    """One trainer of one case, for the JSON."""
-    return {
-        "name": outcome.name,
-        "facts": outcome.facts,
-        "cpu": outcome.samples("cpu_seconds").as_dict(),
-        "wall": outcome.samples().as_dict(),
-        "peak_rss_mib": outcome.peak_rss_mib,
-        "losses": sorted(outcome.losses.items()),
-    }
-
-
 def compare(names: list[str], rounds: int, steps: int, warmup: int, flags: list[str], out: Path | None) -> int:
     """Run the cases one after the other; returns the exit code."""
     begin, finished, problems = time.monotonic(), {}, []
@@ -262,7 +199,7 @@ def compare(names: list[str], rounds: int, steps: int, warmup: int, flags: list[
     print("\n".join([*problems, f"{Machine.of(torch.device('cpu'))}; {time.monotonic() - begin:.0f} s in all"]))
     found = summary(finished) if finished else {"ratio_vs_best_peer": {}, "rss_ratio": None}
     if out:
-        cases = {name: [row(outcome) for outcome in outcomes] for name, outcomes in finished.items()}
+        cases = {name: [row(outcome, outcomes[0]) for outcome in outcomes] for name, outcomes in finished.items()}
         machine = Machine.of(torch.device("cpu")).as_dict()
         result = {**receipt("bench_cpu"), "machine": machine, "rounds": rounds, "steps_per_round": steps}
         write_result(out, {**result, "warmup": warmup, "problems": problems, **found, "cases": cases})
@@ -272,17 +209,14 @@ def compare(names: list[str], rounds: int, steps: int, warmup: int, flags: list[
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", default=",".join(CASES), help="joined by commas")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each trainer in each case")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn")
-    parser.add_argument("--out", type=Path, help="file for the results")
+    parser.add_argument("--rounds", type=positive, default=10, help="turns of each trainer in each case")
+    parser.add_argument("--steps", type=positive, default=2, help="of a turn")
     arguments, flags = parser.parse_known_args(argv)
     names = arguments.cases.split(",")
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
-    if min(arguments.rounds, arguments.steps) < 1:
-        parser.error("--rounds and --steps have to be positive")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     base = ["--config", str(PEERS / "crius.toml"), *flags]
     return compare(names, arguments.rounds, arguments.steps, WARMUP, base, arguments.out)

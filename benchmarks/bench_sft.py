@@ -1,6 +1,6 @@
 """Fine-tuning by Crius and by TRL with PEFT: the same weights, conversations, padding and AdamW, float32, in turns.
 
-    .venv/bin/python benchmarks/bench_sft.py smol qa/train.jsonl [--cases full,lora] [--threads 2] [--out FILE]
+    .venv/bin/python -m benchmarks.bench_sft smol qa/train.jsonl [--cases full,lora] [--threads 2] [--out FILE]
 
 ``smol`` is what ``crius import`` made of SmolLM2-135M, ``qa/train.jsonl`` what ``benchmarks/fine_tune.py write`` made.
 Ends with exit code 1 where tokens, labels or the losses of the first 20 steps differ, or Crius is slower than
@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cpu import row, table
-from peers.task import SftTask
 
+from benchmarks.command import parser_of, positive, receipt, write_result
+from benchmarks.parts import batches
+from benchmarks.peers.task import SftTask
+from benchmarks.turns import Contestant, Outcome, ratios, row, table, take_turns
 from crius.cli.settings import run_of
-from crius.data.loader import BatchLoader
 from crius.table import aligned
 from crius.tools.bench.machine import Machine
-from crius.tools.bench.result import receipt, write_result
-from crius.tools.bench.turns import Contestant, Outcome, ratios, take_turns
-from crius.train.inputs import open_run_corpus
 
 CASES = {"full": ("smollm2_sft", 5e-5), "lora": ("smollm2_lora", 1e-3)}
 """Recipe and learning rate."""
@@ -85,19 +83,9 @@ def first_adapters(flags: list[str], folder: Path) -> str:
 
 def samples(flags: list[str], steps: int) -> list[list[list[int]]]:
     """Tokens and labels ``(sequences, T)`` of each batch of Crius; a label is that of the next token."""
-    config = run_of(*flags)
-    loader = BatchLoader(
-        open_run_corpus(config, 1).train,
-        global_batch_size=config.training.global_batch_size,
-        rank=0,
-        num_ranks=1,
-        prefetch=0,
-    )
     found = []
-    for _ in range(steps):
-        batch = next(loader)
+    for batch in batches(run_of(*flags), steps):
         found += list(map(list, zip(batch.tokens_BT.tolist(), batch.labels_BT.tolist(), strict=True)))
-    loader.close()
     return found
 
 
@@ -134,8 +122,8 @@ def compare_case(name: str, arguments: argparse.Namespace, folder: Path) -> tupl
         task = dataclasses.replace(task, adapters=first_adapters(flags, folder))
     (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
     environ = {variable: str(arguments.threads) for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    ours = [sys.executable, "-m", "crius", "bench", "contestant", *flags, "--warmup", str(WARMUP)]
-    theirs = [sys.executable, str(Path(__file__).parent / "peers" / "trl_sft.py"), str(folder / "task.json")]
+    ours = [sys.executable, "-m", "benchmarks.train_job", *flags, "--warmup", str(WARMUP)]
+    theirs = [sys.executable, "-m", "benchmarks.peers.trl_sft", str(folder / "task.json")]
     outcomes = take_turns(
         [
             Contestant("crius", [*ours, "--job.run_dir", str(folder / "run")], environ),
@@ -166,16 +154,15 @@ def losses(outcomes: list[Outcome]) -> tuple[list[str], float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", help="run folder of crius import")
     parser.add_argument("rows", type=Path, help="JSONL with prompt and completion")
     parser.add_argument("--cases", default=",".join(CASES), help="joined by commas")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant in each case")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--rounds", type=positive, default=8, help="turns of each contestant in each case")
+    parser.add_argument("--steps", type=positive, default=2, help="of a turn")
     parser.add_argument("--batch", type=int, default=8, help="conversations of a step")
     parser.add_argument("--seq_len", type=int, default=96)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="file for the results")
     arguments = parser.parse_args(argv)
     if WARMUP + arguments.rounds * arguments.steps < COMPARED:
         parser.error(f"{COMPARED} steps are compared: more --rounds or --steps")
@@ -197,7 +184,11 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join([f"{name}, {arguments.threads} threads:", *table(outcomes), "", *shown]))
             low, high = min(speed.seconds), max(speed.seconds)
             print(f"{name}: {speed.median:.3f} x TRL's speed ({low:.3f} to {high:.3f}), losses {apart:.1e} apart\n")
-            cases[name] = {"apart": apart, "speed": speed.as_dict(), "contestants": list(map(row, outcomes))}
+            cases[name] = {
+                "apart": apart,
+                "speed": speed.as_dict(),
+                "contestants": [row(outcome, outcomes[0]) for outcome in outcomes],
+            }
     print("\n".join([*problems, str(machine)]))
     if arguments.out:
         settings = {key: getattr(arguments, key) for key in ("rounds", "steps", "batch", "seq_len", "threads")}

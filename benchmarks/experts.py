@@ -1,6 +1,6 @@
 """A Qwen3 with experts on a CPU: Crius beside transformers' experts, and expert parallelism beside one process.
 
-    python benchmarks/experts.py [--rounds N] [--steps N] [--only NAMES] [--out FILE] [flags of crius train]
+    python -m benchmarks.experts [--rounds N] [--steps N] [--only NAMES] [--out FILE] [flags of crius train]
 
 The same model of 10.5 million parameters (16 experts, of which a token visits 4), the same weights, tokens and AdamW,
 in turns, one thread a process. transformers' model runs in a plain loop, without its Trainer, with each way that it has
@@ -8,7 +8,6 @@ to compute experts on a CPU; ``batched_mm`` is left out, which took 75 times as 
 or a contestant failed.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -18,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_cpu import disagreements, first_weights, row, table, write_task
 from safetensors.torch import save_file
 
+from benchmarks.bench_cpu import disagreements, first_weights, write_task
+from benchmarks.command import parser_of, positive, receipt, write_result
+from benchmarks.turns import Contestant, Outcome, median_ratio, row, table, take_turns
 from crius.config.run import RunConfig
 from crius.models import registry
 from crius.models.huggingface import config_of
 from crius.tools.bench.machine import Machine
-from crius.tools.bench.result import receipt, write_result
-from crius.tools.bench.turns import Contestant, Outcome, median_ratio, take_turns
 from crius.train.inputs import describe_model
 
 PEERS = Path(__file__).parent / "peers"
@@ -56,8 +55,8 @@ def write_model(config: RunConfig, folder: Path) -> None:
 def contestants(folder: Path, flags: list[str]) -> list[Contestant]:
     """Crius on each layout, and transformers in each way, one thread a process."""
     environ = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | {"HF_HUB_OFFLINE": "1"}
-    ours = [sys.executable, "-m", "crius", "bench", "contestant", *flags, "--warmup", str(WARMUP)]
-    theirs = [sys.executable, str(PEERS / "hf_experts.py"), str(folder / "task.json")]
+    ours = [sys.executable, "-m", "benchmarks.train_job", *flags, "--warmup", str(WARMUP)]
+    theirs = [sys.executable, "-m", "benchmarks.peers.hf_experts", str(folder / "task.json")]
     layouts = {
         name: ["--training.local_batch_size", "-1", SHARD, str(shards), EXPERT, str(experts)]
         for name, (shards, experts) in LAYOUTS.items()
@@ -83,11 +82,10 @@ def ratios(outcomes: list[Outcome]) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each contestant")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=positive, default=10, help="turns of each contestant")
+    parser.add_argument("--steps", type=positive, default=2, help="of a turn")
     parser.add_argument("--only", default="", help="names of contestants beside the first, joined by commas")
-    parser.add_argument("--out", type=Path, help="file for the results")
     arguments, flags = parser.parse_known_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sizes = [part for name, value in MODEL.items() for part in (f"--{name}", str(value)) if value != -1]
@@ -108,7 +106,9 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(found))
     if arguments.out:
         result = {**receipt("experts"), "machine": machine.as_dict(), "rounds": arguments.rounds, "ratios": found}
-        write_result(arguments.out, {**result, "problems": problems, "contestants": [row(one) for one in outcomes]})
+        write_result(
+            arguments.out, {**result, "problems": problems, "contestants": [row(one, outcomes[0]) for one in outcomes]}
+        )
     return 1 if problems else 0
 
 

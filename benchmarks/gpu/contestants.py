@@ -5,21 +5,18 @@ B batch, T tokens
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.contestant import Channel, Turns
+from benchmarks.parts import first_model, run_facts
 from crius.cli.settings import run_of
 from crius.config.run import RunConfig
-from crius.data.loader import BatchLoader
-from crius.models import registry
-from crius.parallel.init import init_parameters, init_rules
-from crius.tools.bench.contestant import Channel, Turns
 from crius.tools.bench.machine import wait_for
-from crius.tools.bench.train_job import run_facts
-from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
+from crius.train.inputs import run_batch_sizes
 from crius.units import GIB
 
 
@@ -32,15 +29,7 @@ def options_of(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argpar
 
 def start_weights(config: RunConfig, device: torch.device) -> dict[str, Tensor]:
     """The weights that Crius starts ``config`` with, by name."""
-    facts = describe_model(config)
-    with torch.device("meta"):
-        model = registry.build(facts)
-    model.to_empty(device=device)
-    if facts.tied_embeddings:  # to_empty makes two of a tied weight
-        model.output.weight = model.tok_embeddings.weight
-    with torch.no_grad():
-        init_parameters(model, init_rules(facts), config.debug.seed)
-    return dict(model.named_parameters())
+    return dict(first_model(config, device).named_parameters())
 
 
 def copy_weights(weights: Mapping[str, Tensor], targets: dict[str, Any]) -> None:
@@ -56,18 +45,6 @@ def copy_weights(weights: Mapping[str, Tensor], targets: dict[str, Any]) -> None
             local.copy_(weight)
     if targets:
         raise RuntimeError(f"no weights for {', '.join(targets)}")
-
-
-def batches(config: RunConfig, *, pin_memory: bool) -> Iterator[Any]:
-    """Batches of each step on the host, prepared by Crius's loader while the device works."""
-    yield from BatchLoader(
-        open_run_corpus(config, 1).train,
-        global_batch_size=run_batch_sizes(config, 1).total,
-        rank=0,
-        num_ranks=1,
-        prefetch=config.data.prefetch,
-        pin_memory=pin_memory,
-    )
 
 
 def turns_of(config: RunConfig, device: torch.device, driver: "PeakChannel", warmup: int) -> Turns:

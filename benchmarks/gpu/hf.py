@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import contestants
+from benchmarks.parts import batches
 from crius.config.run import RunConfig
 from crius.models import registry
 from crius.parallel.runtime import pick_device
@@ -95,8 +96,8 @@ def main(argv: list[str]) -> int:
     )
     turns = contestants.turns_of(config, device, channel, options.warmup)
     dtype = getattr(torch, config.training.mixed_precision_param)
-    losses: list[tuple[int, torch.Tensor]] = []
-    for step, host_batch in enumerate(contestants.batches(config, pin_memory=device.type == "cuda"), start=1):
+    prefetch = config.data.prefetch
+    for host_batch in batches(config, 10**6, prefetch=prefetch, pin_memory=device.type == "cuda"):
         batch = host_batch.to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             # labels that are shifted already: the model's own shift would lose a token
@@ -104,11 +105,10 @@ def main(argv: list[str]) -> int:
                 input_ids=batch.tokens_BT, labels=batch.labels_BT, shift_labels=batch.labels_BT, use_cache=False
             )
         output.loss.backward()
-        losses.append((step, output.loss.detach()))
         torch.nn.utils.clip_grad_norm_(parameters, config.training.max_norm, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if not turns.after_step(lambda: [(number, loss.item()) for number, loss in losses]):
+        if not turns.after_step(output.loss.detach()):
             break
     return 0
 

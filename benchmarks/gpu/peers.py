@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from benchmarks.gpu.record import error_in
 from benchmarks.gpu.round import Round
 from benchmarks.gpu.runs import text_flags
-from crius.tools.bench.turns import Contestant, Outcome, median_ratio, ratios, take_turns
+from benchmarks.turns import Contestant, Outcome, median_ratio, ratios, take_turns
 
 ROUNDS = 12
 STEPS = 6
@@ -165,7 +165,7 @@ def contestant(this: Round, case: Case, name: str, entry: Entry, extra: Sequence
         argv = ["-m", f"benchmarks.gpu.{entry.program}", *warm, *options, "--", *flags]
     else:
         folder = str(this.folder("peers", this.step, name) / "run")
-        argv = ["-m", "crius", "bench", "contestant", "--nproc", "1", *warm, *flags, "--job.run_dir", folder]
+        argv = ["-m", "benchmarks.train_job", "--nproc", "1", *warm, *flags, "--job.run_dir", folder]
     return Contestant(name, [this.python, *argv], this.environ)
 
 
@@ -246,26 +246,15 @@ def report(this: Round, group: Group) -> None:
             judge_printed_rate(this, outcome)
 
 
-def rate(outcome: Outcome) -> float:
-    """Median tokens per second over the rounds."""
-    return float(outcome.facts["tokens_per_step"]) / outcome.samples().median
-
-
-def peak_gib(outcome: Outcome) -> float:
-    """Largest memory that torch allocated on the GPU."""
-    return max(float(answer.get("peak_gib", 0.0)) for answer in (outcome.facts, *outcome.turns))
-
-
 def rate_row(this: Round, case: Case, outcome: Outcome) -> None:
     """Tokens per second, TFLOP/s, MFU and memory of a contestant. MFU is a claim for Crius's plain entry alone."""
-    tokens = rate(outcome)
-    tflops = tokens * outcome.facts["flops_per_token"] / 1e12
-    peak = outcome.facts.get("peak_tflops")
-    mfu = tflops / peak if peak else None
+    tokens = outcome.tokens_per_second
+    tflops = outcome.tflops
+    mfu = outcome.mfu
     is_claim = outcome.name == "crius" and case == SHAPED_8B
     ok = not is_claim or (mfu is not None and LEAST_MFU <= mfu <= MOST_MFU)
     shown = f"{tokens:,.0f} tokens/s, {tflops:.0f} TFLOP/s, MFU {mfu:.1%}" if mfu else f"{tokens:,.0f} tokens/s"
-    memory = peak_gib(outcome)
+    memory = outcome.peak_gib
     spread = outcome.samples().spread
     this.row(
         f"{outcome.name}, {case.name}",
@@ -345,7 +334,7 @@ def judge_printed_rate(this: Round, outcome: Outcome) -> None:
         this.cannot(f"rate that {outcome.name} prints", "it printed none within a turn")
         return
     middle = sorted(printed)[len(printed) // 2]
-    gap = middle / rate(outcome) - 1
+    gap = middle / outcome.tokens_per_second - 1
     shown = f"{middle:,.0f} tokens/s, {gap:+.1%} from the driver's clock"
     ok = abs(gap) <= TITAN_RATE
     this.row(f"rate that {outcome.name} prints", None if this.is_dry else ok, shown, printed=middle, gap=gap)

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.contestant import Turns
 from benchmarks.gpu import contestants
+from benchmarks.parts import batches
 from crius.config.run import RunConfig
 from crius.models.llama3 import Llama3Config
 from crius.parallel.runtime import pick_device
@@ -126,7 +128,7 @@ class Loader:
         self._config = config
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        for batch in contestants.batches(self._config, pin_memory=False):
+        for batch in batches(self._config, 10**6, prefetch=self._config.data.prefetch):
             yield {"input": batch.tokens_BT}, batch.labels_BT
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,31 +199,19 @@ class Log:
     """Stands for torchtitan's logger: its losses, and the tokens per second that it prints itself.
 
     A rate counts only if all of its steps are of one turn, as it includes the wait for the turn otherwise.
-
-    Attributes:
-        step: the step that is trained.
     """
 
-    def __init__(self, channel: contestants.PeakChannel, interval: int) -> None:
+    def __init__(self, channel: contestants.PeakChannel, turns: Turns, interval: int) -> None:
         self._channel = channel
+        self._turns = turns
         self._interval = interval
-        self._losses: list[tuple[int, float]] = []
-        self._waited = 0
-        self.step = 0
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """See torchtitan's ``BaseLogger``; called before it resets the peak of memory."""
         self._channel.see_peak()
-        self._losses.append((step, float(metrics["loss_metrics/global_avg_loss"])))
-        if step - self._interval >= self._waited:
+        self._turns.losses.append((step, float(metrics["loss_metrics/global_avg_loss"])))
+        if step - self._interval >= self._turns.began:
             self._channel.words["printed_tokens_per_second"] = float(metrics["throughput(tps)"])
-
-    def losses(self) -> list[tuple[int, float]]:
-        """Losses since the last call, at the end of a turn."""
-        taken = self._losses
-        self._losses = []
-        self._waited = self.step
-        return taken
 
     def close(self) -> None:
         """See torchtitan's ``BaseLogger``."""
@@ -248,16 +238,14 @@ def main(argv: list[str]) -> int:
             targets[name] = parameter
         head_dim = describe_model(config).config.head_dim
         contestants.copy_weights(in_neighbours(contestants.start_weights(config, device), head_dim), targets)
-        log = Log(channel, config.metrics.log_interval)
-        trainer.metrics_processor.logger = log
         turns = contestants.turns_of(config, device, channel, options.warmup)
+        trainer.metrics_processor.logger = Log(channel, turns, config.metrics.log_interval)
         iterator = trainer.batch_generator(trainer.dataloader)
         while True:
             trainer.step += 1
             trainer.gc_handler.run(trainer.step)
             trainer.train_step(iterator)
-            log.step = trainer.step
-            if not turns.after_step(log.losses):
+            if not turns.after_step():
                 return 0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from benchmarks.gpu import peers
 from benchmarks.gpu.peers import FLOAT8, TINY, Case, Entry
 from benchmarks.gpu.round import Round, json_in
-from crius.tools.bench.turns import median_ratio
+from benchmarks.turns import median_ratio
 
 # 1B with a quarter of its layers and of its vocabulary: small steps, so that what the host does shows too
 SWEPT = Case(
@@ -48,16 +48,16 @@ def sweep(this: Round) -> None:
             if base is None or outcome is None:
                 continue
             gain = median_ratio(base, outcome, "wall_seconds") - 1
-            peaks[name] = peers.peak_gib(outcome)
+            peaks[name] = outcome.peak_gib
             this.row(
                 name,
                 True,
-                f"{gain:+.1%} tokens/s, {peaks[name]:.1f} GiB beside {peers.peak_gib(base):.1f}",
+                f"{gain:+.1%} tokens/s, {peaks[name]:.1f} GiB beside {base.peak_gib:.1f}",
                 gain=gain,
                 peak_gib=peaks[name],
             )
         if base:
-            peaks["base"] = peers.peak_gib(base)
+            peaks["base"] = base.peak_gib
     modes = [name for name in LESS_MEMORY if name in peaks]
     for less, more in zip(modes, modes[1:], strict=False):
         # the resident set of a CPU process is not its activations'
@@ -66,8 +66,8 @@ def sweep(this: Round) -> None:
 
 
 def answer(this: Round, name: str, arguments: list[str], limit: float) -> dict[str, Any] | None:
-    """The JSON that a verb prints; a row and None if it fails."""
-    done = this.call(name, ["-m", "crius", *arguments, "--json"], limit)
+    """The JSON that a module prints, called with ``arguments``; a row and None if it fails."""
+    done = this.call(name, ["-m", *arguments, "--json"], limit)
     found = json_in(done.output)
     if done.code != 0 or not isinstance(found, dict):
         this.row(name, False, done.why, done.seconds)
@@ -88,7 +88,7 @@ def quantize(this: Round) -> None:
     sizes = ["--model.flavor", "8b", "--tokens", "8192", "--formats", "float8_tensorwise,float8_rowwise"]
     if this.is_dry:
         sizes = ["--model.num_layers", "1", "--tokens", "32", "--repeat", "1", "--modes", "eager", "--emulated"]
-    found = answer(this, "quantize", ["bench", "quantize", "--gpu", "here", *sizes], 100.0)
+    found = answer(this, "quantize", ["crius", "bench", "quantize", "--gpu", "here", *sizes], 100.0)
     if found is None:
         return
     gains = []
@@ -103,24 +103,17 @@ def quantize(this: Round) -> None:
 
 
 def optimizer(this: Round) -> None:
-    """crius bench optimizer at the shapes of 1B and of 4 layers of 8B: time and peak memory of a step."""
+    """benchmarks.optimizer at the shapes of 1B and of 4 layers of 8B: time and peak memory of a step."""
     models = {"1B": ["--model.flavor", "1b"], "8B, 4 layers": ["--model.flavor", "8b", "--model.num_layers", "4"]}
     if this.is_dry:
         models = {"debug": ["--model.num_layers", "1"]}
     for name, flags in models.items():
-        asked = [
-            "bench",
-            "optimizer",
-            *flags,
-            "--repeat",
-            "1" if this.is_dry else "5",
-            "--training.device",
-            this.device,
-        ]
+        repeat = "1" if this.is_dry else "5"
+        asked = ["benchmarks.optimizer", *flags, "--repeat", repeat, "--training.device", this.device]
         found = answer(this, name, asked, 60.0)
         if found is None:
             continue
-        times = {row["optimizer"]: row["milliseconds"] for row in found["rows"] if "milliseconds" in row}
+        times = {row["name"]: row["wall"]["milliseconds"] / row["amount"] for row in found["rows"]}
         for key, time in times.items():
             this.row(f"{name}, {key}", True, f"{time:.2f} ms", milliseconds=time)
         is_fastest = times["fused"] < min(times["for-loop"], times["foreach"])

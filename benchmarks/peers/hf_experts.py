@@ -9,9 +9,10 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS
 
 import torch
 import transformers
-from task import MAX_NORM, Losses, Task, adamw
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+
+from benchmarks.peers.task import MAX_NORM, Task, adamw, turns_of
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
     model.train()
     model.config.use_cache = False
     optimizer = adamw(model)
-    losses = Losses(task, transformers=transformers.__version__)
+    turns = turns_of(task, transformers=transformers.__version__)
     for tokens, labels in task.batches():
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -35,7 +36,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if not losses.after_step(loss):
+        if not turns.after_step(loss.detach()):
             return
 
 

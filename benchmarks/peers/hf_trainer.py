@@ -8,10 +8,12 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS
 import numpy as np
 import torch
 import transformers
-from task import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Losses, Task, read_arguments
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
+
+from benchmarks.contestant import Turns
+from benchmarks.peers.task import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, Task, read_arguments, turns_of
 
 Row = dict[str, Tensor]
 
@@ -54,12 +56,12 @@ class Marks(TrainerCallback):
 
     trainer: Peer
 
-    def __init__(self, losses: Losses) -> None:
-        self._losses = losses
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
 
     def on_step_end(self, args: object, state: object, control: object, **rest: object) -> None:
         """Called after each update."""
-        if not self._losses.after_step(self.trainer.loss):
+        if not self._turns.after_step(self.trainer.loss.detach()):
             control.should_training_stop = True
 
 
@@ -90,7 +92,7 @@ def main() -> None:
     """Train until the driver says that it is over."""
     task, is_compiled = read_arguments("hf_trainer")
     model = build(task)
-    marks = Marks(Losses(task, transformers=transformers.__version__))
+    marks = Marks(turns_of(task, transformers=transformers.__version__))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,

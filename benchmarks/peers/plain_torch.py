@@ -4,9 +4,10 @@ B batch, T tokens, D model dim, N query heads, K key/value heads, H head dim
 """
 
 import torch
-from task import MAX_NORM, Losses, Task, adamw, read_arguments
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.peers.task import MAX_NORM, Task, adamw, read_arguments, turns_of
 
 HF_PARTS = {
     "model.embed_tokens": "embed",
@@ -109,14 +110,14 @@ def main() -> None:
     model.load_state_dict({own_name(name): weight for name, weight in task.first_weights().items()})
     optimizer = adamw(model)
     step = torch.compile(model) if is_compiled else model
-    losses = Losses(task)
+    turns = turns_of(task)
     for tokens, labels in task.batches():
         loss = step(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if not losses.after_step(loss):
+        if not turns.after_step(loss.detach()):
             return
 
 

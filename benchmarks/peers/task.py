@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from crius.tools.bench.contestant import Channel, Turns
+from benchmarks.contestant import Channel, Turns
 
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 """AdamW with a constant learning rate; matrices and the embedding decay, norms do not."""
@@ -114,26 +114,11 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
-class Losses:
-    """The turns of a peer, and the losses of its steps, which are read between turns alone."""
-
-    def __init__(self, task: Task, **versions: str) -> None:
-        facts: dict[str, Any] = {
-            "tokens_per_step": task.batch * task.seq_len,
-            "threads": torch.get_num_threads(),
-            "versions": {"torch": torch.__version__, **versions},
-        }
-        self._turns = Turns(Channel(), task.warmup, facts)
-        self._step, self._unread = 0, list[Tensor]()
-
-    def after_step(self, loss: Tensor) -> bool:
-        """Note a step and its loss, a scalar; whether to go on."""
-        self._step += 1
-        self._unread.append(loss.detach())
-        return self._turns.after_step(self._read)
-
-    def _read(self) -> list[tuple[int, float]]:
-        first = self._step - len(self._unread) + 1
-        found = [(first + index, loss.item()) for index, loss in enumerate(self._unread)]
-        self._unread.clear()
-        return found
+def turns_of(task: Task | SftTask, **versions: str) -> Turns:
+    """The turns of a peer, with the facts about it."""
+    facts: dict[str, Any] = {
+        "tokens_per_step": task.batch * task.seq_len,
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, **versions},
+    }
+    return Turns(Channel(), task.warmup, facts)

@@ -18,12 +18,11 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from task import SftTask
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from crius.tools.bench.contestant import Channel, Turns
+from benchmarks.peers.task import SftTask, turns_of
 
 
 class Peer(trl.SFTTrainer):
@@ -46,27 +45,13 @@ class Marks(TrainerCallback):
     trainer: Peer
 
     def __init__(self, task: SftTask) -> None:
-        versions = {module.__name__: module.__version__ for module in (torch, transformers, trl, peft)}
-        facts: dict[str, Any] = {
-            "tokens_per_step": task.batch * task.seq_len,
-            "threads": torch.get_num_threads(),
-            "versions": versions,
-        }
-        self._turns = Turns(Channel(), task.warmup, facts)
-        self._step, self._unread = 0, list[Tensor]()
+        versions = {module.__name__: module.__version__ for module in (transformers, trl, peft)}
+        self._turns = turns_of(task, **versions)
 
     def on_step_end(self, args: object, state: object, control: Any, **rest: object) -> None:
         """Called after each update."""
-        self._step += 1
-        self._unread.append(self.trainer.loss)
-        if not self._turns.after_step(self._read):
+        if not self._turns.after_step(self.trainer.loss.detach()):
             control.should_training_stop = True
-
-    def _read(self) -> list[tuple[int, float]]:
-        first = self._step - len(self._unread) + 1
-        found = [(first + index, loss.item()) for index, loss in enumerate(self._unread)]
-        self._unread.clear()
-        return found
 
 
 def conversations(rows: Iterable[str]) -> Dataset:

@@ -109,7 +109,7 @@ Every verb takes --import MODULE, which makes a model of your own known: docs/ad
 app = App(name="crius", help=_ABOUT, version=__version__, **_SHARED)
 config_app = App(name="config", help="Show and compare the settings of runs.")
 verify_app = App(name="verify", help="Prove on this machine that every layout trains alike.")
-bench_app = App(name="bench", help="Measure on this machine what pays.")
+bench_app = App(name="bench", help="Measure on this machine which low precision pays.")
 checkpoint_app = App(name="checkpoint", help="List, verify and remove checkpoints.")
 data_app = App(name="data", help="Prepare training data.")
 app.command(bench_app)

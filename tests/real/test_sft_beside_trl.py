@@ -1,13 +1,10 @@
 """``benchmarks/bench_sft.py`` on a small random model: tokens, labels and losses are those of TRL, with PEFT too."""
 
 import json
-import sys
 
 import pytest
 from harness import ROOT
 from tiny_source import save_source
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -15,7 +12,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 def test_losses_of_twenty_steps_are_those_of_trl(tmp_path, monkeypatch, capsys):
     """Rounding alone lies between them: 2e-6 of losses near 7."""
     pytest.importorskip("trl"), pytest.importorskip("peft")
-    import bench_sft
+    from benchmarks import bench_sft
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "hub").mkdir()

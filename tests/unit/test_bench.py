@@ -1,18 +1,20 @@
 """``crius bench``: what it times, what it makes of the times, and what it refuses."""
 
+import importlib
 import json
+import shlex
 
 import pytest
 import torch
-from harness import crius, llama, parse
+from harness import crius, parse
 
 from crius import cli
+from crius.cli.bench import MOVED
 from crius.config.low_precision import linear_choices
 from crius.config.training import FORMATS
-from crius.errors import ConfigError
 from crius.models.layers import Linear
-from crius.tools.bench import checkpoint, machine, optimizer, quantize, speedups
-from crius.tools.bench.result import Samples, check_result_file
+from crius.tools.bench import quantize, speedups
+from crius.tools.bench.result import Samples
 from crius.train.inputs import describe_model
 
 CPU = torch.device("cpu")
@@ -20,78 +22,10 @@ TINY = ["--model.num_layers", "1", "--training.device", "cpu"]
 FEW = {"tokens": 32, "repeat": 2, "modes": "eager", "emulated": True, "as_json": True}
 
 
-def measured(verb, flags, capsys, **options):
-    config = parse([*TINY, *flags])
-    code = verb(config, describe_model(config), **options)
-    return code, json.loads(capsys.readouterr().out)
-
-
-def test_all_optimizers_step_over_the_parameters_of_the_model(capsys):
-    code, found = measured(optimizer.optimizer, [], capsys, repeat=1, as_json=True)
-    rows = {row["optimizer"]: row for row in found["rows"]}
-    assert (code, list(rows)) == (0, list(optimizer.VARIANTS))
-    facts = describe_model(parse(TINY))
-    assert found["parameters"] == facts.num_parameters
-    assert all(len(row["samples_ms"]) == optimizer.TIMED_STEPS and row["milliseconds"] > 0 for row in rows.values())
-    counters = 4 * len(facts.parameter_shapes)  # a step number for each parameter
-    exact = 8 * facts.num_parameters + counters
-    for name in ("for-loop", "foreach", "fused"):
-        assert rows[name]["state_bytes"] == exact
-    assert rows["for-loop"]["ratio"] == 1
-    assert rows["8bit"]["state_bytes"] < rows["bfloat16"]["state_bytes"] < 0.51 * exact
-
-
-def test_an_optimizer_really_changes_the_weights_that_it_is_timed_on():
-    config = parse(TINY)
-    facts = describe_model(config)
-    parameters = optimizer.make_parameters(facts, torch.float32, CPU)
-    assert {name: tuple(parameter.shape) for name, parameter in parameters} == facts.parameter_shapes
-    before = [parameter.detach().clone() for _, parameter in parameters]
-    row = optimizer.OptimizerRow("fused")
-    optimizer._round(row, config, parameters, facts.plan, CPU)
-    assert all(not torch.equal(old, new) for old, (_, new) in zip(before, parameters, strict=True))
-
-
-def test_a_package_that_is_missing_is_a_row_with_the_line_that_installs_it(monkeypatch, capsys):
-    def missing(*arguments, **options):
-        raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
-
-    monkeypatch.setattr(optimizer, "build_optimizer", missing)
-    code, found = measured(optimizer.optimizer, [], capsys, repeat=1, as_json=True)
-    assert code == 0
-    assert "torchao is not installed" in found["rows"][0]["refusal"]
-    assert "install 'torchao>=0.18'" in found["rows"][0]["refusal"]
-    assert measured(optimizer.optimizer, [], capsys, repeat=1, variants="8bit", as_json=True)[0] == 1
-
-
-def test_a_model_that_does_not_fit_is_refused_with_a_number_of_layers_that_does():
-    config = parse(["--model.flavor", "8b"])
-    facts = describe_model(config)
-    free = 60 << 30
-    with pytest.raises(ConfigError) as caught:
-        optimizer.check_memory(config, facts, free, CPU)
-    layers = int(caught.value.fix.split("--model.num_layers ")[1].split(",")[0])
-    for count, fits in ((layers, True), (layers + 1, False)):
-        smaller = llama("8b", num_layers=count)
-        assert (optimizer.needed_bytes(smaller, "float32") <= free) == fits
-    with pytest.raises(ConfigError, match="smaller --model.flavor"):
-        optimizer.check_memory(config, facts, 1 << 30, CPU)
-
-
-def test_peak_memory_is_what_was_taken_on_top():
-    before = torch.ones(1 << 22)
-    peak = machine.PeakMemory(CPU)
-    if peak.read() is None:
-        pytest.skip("this kernel does not reset the peak of the resident set")
-    del before
-    taken = torch.ones(16 << 20)  # 64 MiB
-    del taken
-    assert (64 << 20) * 0.7 < peak.read() < (64 << 20) * 1.5  # what was freed before may serve part of it
-
-
 def test_each_shape_is_timed_once_in_each_format(capsys):
-    code, found = measured(quantize.quantize, ["--model.num_layers", "2"], capsys, **FEW)
-    assert code == 0
+    config = parse([*TINY, "--model.num_layers", "2"])
+    assert quantize.quantize(config, describe_model(config), **FEW) == 0
+    found = json.loads(capsys.readouterr().out)
     shapes = {(row["out_features"], row["in_features"]): row["layers"] for row in found["rows"]}
     assert shapes == {
         (128, 128): {"attention.wq": 2, "attention.wo": 2},
@@ -198,46 +132,20 @@ def test_the_table_marks_what_loses_and_says_that_emulation_is_no_speed():
         (["quantize", "--emulated", "--tokens", "0"], "--tokens 0 is not positive"),
         (["quantize", "--emulated", "--tokens", "48"], "--tokens 48 is not a multiple of 32"),
         (["quantize", "--quantize.dense.mxfp8.enable"], "no effect: all formats are timed"),
-        (["optimizer", "--variants", "adafactor"], "adafactor"),
-        (["optimizer", "--repeat", "0"], "--repeat 0 is not positive"),
-        (["optimizer", "--parallelism.data_parallel_shard_degree", "2"], "no effect"),
-        (["optimizer", "--model.flavor", "9b"], "9b"),
-        (["optimizer", "--model.flavor", "405b", "--training.device", "cpu"], "are free"),
     ],
 )
 def test_a_wrong_call_exits_with_2_and_says_why(arguments, said, capsys):
-    from crius import cli
-
     assert cli.main(["bench", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_checkpoints_are_timed_in_a_folder_of_their_own(tmp_path, capsys):
-    mine = tmp_path / "bench-checkpoint" / "mine.txt"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    assert checkpoint.checkpoint(tmp_path, gib=0.01, repeat=1, as_json=True) == 0
-    assert all(row["gb_per_second"] > 0 for row in json.loads(capsys.readouterr().out)["rows"])
-    assert mine.read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["bench-checkpoint"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--gib", "nan"], "must be positive"),
-        (["--gib", "1e9"], "or another --folder"),
-        (["--folder", "/dev/null"], "no folder can be made in /dev/null"),
-    ],
-)
-def test_checkpoints_that_cannot_be_timed_exit_with_2_and_say_why(flags, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "checkpoint", *flags]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_file_for_results_is_tried_without_a_change_of_it(tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
-    old.write_text("{}")
-    check_result_file(old)
-    check_result_file(new)
-    assert old.read_text() == "{}" and not new.exists()
+@pytest.mark.parametrize("verb", MOVED)
+def test_a_verb_that_moved_says_what_replaces_it_with_the_flags_that_were_given(verb, capsys):
+    given = ["--training.steps", "3", "--vs", "--a 1 --b 2"] if verb == "train" else ["--help"]
+    assert cli.main(["bench", verb, *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ConfigError: crius bench {verb} has moved.")
+    python, _, module, *flags = shlex.split(error.partition("  fix    ")[2])
+    assert (python, flags[:2]) == ("python", given[:2])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(module).main(["--help"])

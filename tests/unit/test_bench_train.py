@@ -1,4 +1,4 @@
-"""``crius bench train`` and the driver of turns below it: order, deaths, timeouts, and what they leave and say."""
+"""``benchmarks.train`` and the driver of turns below it: order, deaths, timeouts, and what they leave and say."""
 
 import json
 import os
@@ -10,18 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT, TEXT, crius, parse
+from harness import ROOT, TEXT
 
-from crius import cli
+from benchmarks import train
+from benchmarks.command import facts_from
+from benchmarks.train_job import check_bare
+from benchmarks.turns import Contestant, Outcome, largest_difference, median_ratio, row, table, take_turns
 from crius.config.argv import normalized_argv
 from crius.errors import ConfigError
-from crius.tools.bench.train_job import check_bare
-from crius.tools.bench.turns import Contestant, largest_difference, median_ratio, take_turns
 
 TOY = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from crius.tools.bench.contestant import Channel, Turns
+from benchmarks.contestant import Channel, Turns
 name, kind, log = sys.argv[1:]
 if kind == "child":
     import subprocess
@@ -42,7 +43,7 @@ while True:
         begin = time.process_time()
         while time.process_time() - begin < 0.05:
             pass
-    if not turns.after_step(lambda: [(step, 1 / step)]):
+    if not turns.after_step(1 / step):
         break
 open(log, "a").write(name + " ended\\n")
 """
@@ -73,11 +74,13 @@ def test_turns_go_round_and_every_other_round_backwards(tmp_path):
     assert log.read_text().splitlines()[:12] == [*"aabb", *"bbaa", *"aabb"]
     assert sorted(log.read_text().splitlines()[12:]) == ["a ended", "b ended"]
     assert [turn["steps"] for turn in burning.turns] == [2, 2, 2]
-    assert burning.losses == {2: 1 / 2, 4: 1 / 4, 6: 1 / 6, 8: 1 / 8}
+    assert burning.losses == {step: 1 / step for step in range(1, 9)}
     assert all(0.05 <= seconds < 0.5 for seconds in burning.samples("cpu_seconds").seconds)
     assert median_ratio(burning, plain, "cpu_seconds") > 5
     assert 1 < burning.peak_rss_mib < 1000
     assert largest_difference(burning.losses, plain.losses) == 0
+    assert row(plain, burning)["cpu_ratio"] < 0.2 and len(table([burning, plain])) == 3
+    assert row(plain, Outcome("nothing")).keys() == {"name", "failure", "facts"}
 
 
 def test_one_that_dies_says_why_and_the_others_go_on(tmp_path):
@@ -105,8 +108,7 @@ def test_a_signal_to_the_driver_leaves_no_process(tmp_path, number):
         # a process that is started in the background is deaf to SIGINT until it says otherwise
         [
             *(sys.executable, "-c"),
-            "import signal; signal.signal(2, signal.default_int_handler); from crius.tools.bench.turns import *; "
-            + call,
+            "import signal; signal.signal(2, signal.default_int_handler); from benchmarks.turns import *; " + call,
         ],
         cwd=ROOT,
         stderr=subprocess.PIPE,
@@ -130,31 +132,37 @@ def test_variants_are_the_real_job_with_losses_of_its_own_and_a_ratio(tmp_path):
     """Two ranks train as one does, and so does the bare loop; a variant has its own flags."""
     out = tmp_path / "new" / "result.json"
     flags = "--model.num_layers 1 --training.seq_len 32 --lr_scheduler.warmup_steps 0"
-    done = crius(
-        *("bench", "train", *shlex.split(flags), "--data.source", "text", "--data.path", str(TEXT), "--overhead"),
-        *("--training.mixed_precision_param", "float32"),
-        *("--vs", "--parallelism.data_parallel_shard_degree 2 --training.max_norm 0"),
-        *("--warmup", "1", "--rounds", "2", "--steps_per_round", "2", "--json", "--out", str(out)),
-        OMP_NUM_THREADS="1",
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.train", *shlex.split(flags), "--overhead"),
+            *("--data.source", "text", "--data.path", str(TEXT), "--training.mixed_precision_param", "float32"),
+            *("--vs", "--parallelism.data_parallel_shard_degree 2 --training.max_norm 0"),
+            *("--warmup", "1", "--rounds", "2", "--steps_per_round", "2", "--json", "--out", str(out)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads(out.read_text())
     base, split, bare = found["rows"]
-    assert [row["name"] for row in (base, bare)] == ["base", "bare loop"]
-    assert [row["num_ranks"] for row in found["rows"]] == [1, 2, 1]
-    assert split["changes"] == {"training.max_norm": [1.0, 0.0], "parallelism.data_parallel_shard_degree": [-1, 2]}
+    assert [one["name"] for one in (base, bare)] == ["base", "bare loop"]
+    assert [one["facts"]["num_ranks"] for one in found["rows"]] == [1, 2, 1]
+    changed = {"training.max_norm": [1.0, 0.0], "parallelism.data_parallel_shard_degree": [-1, 2]}
+    assert found["changes"] == {"base": {}, split["name"]: changed}
     assert [step for step, _ in base["losses"]] == [1, 2, 3, 4, 5]
     assert bare["loss_difference"] < 1e-5 < split["loss_difference"] < 0.1  # nothing clips the second one
     assert split["losses"][0][1] == pytest.approx(base["losses"][0][1], rel=1e-6)
-    for row in found["rows"]:
-        assert len(row["wall"]["samples_ms"]) == len(row["cpu"]["samples_ms"]) == 2
-        assert row["tokens_per_second"] == pytest.approx(8 * 32 / row["wall"]["milliseconds"] * 1e3)
-        assert row["tokens_per_second"] == pytest.approx(row["tokens_per_second_per_rank"] * row["num_ranks"])
-        assert row["mfu"] is None and row["peak_rss_mib"] > 50
+    for one in found["rows"]:
+        assert len(one["wall"]["samples_ms"]) == len(one["cpu"]["samples_ms"]) == 2
+        assert one["tokens_per_second"] == pytest.approx(8 * 32 / one["wall"]["milliseconds"] * 1e3)
+        assert one["mfu"] is None and one["peak_rss_mib"] > 50
     # of both ranks: a build with CUDA has 500 MiB that ranks share, where one for CPUs has 200
     assert split["peak_rss_mib"] > 1.1 * base["peak_rss_mib"]
-    assert (base["speed_ratio"], base["cpu_ratio"]) == (1, 1)
+    assert (base["wall_ratio"], base["cpu_ratio"]) == (1, 1)
     assert -5 < found["overhead"]["cpu_seconds"]["median"] < 1
     assert found["machine"]["torch_version"] and found["versions"]["crius"] and "--overhead" in found["command"]
 
@@ -164,22 +172,21 @@ def test_variants_are_the_real_job_with_losses_of_its_own_and_a_ratio(tmp_path):
     [
         (["--training.steps", "7"], "--rounds and --steps_per_round"),
         (["--job.name", "mine"], "leaves no folder"),
-        (["--rounds", "0"], "--rounds 0 is not positive"),
+        (["--rounds", "0"], "argument --rounds: 0 is not positive"),
         (["--vs", "--model.num_layerz 2"], "--model.num_layers"),
         (["--vs", "--training.steps 3"], "--rounds and --steps_per_round"),
         (["--vs", "'"], "cannot be read: No closing quotation"),
-        (["--vs", ""], "has no flag of a run"),
-        (["--vs", "--version"], "has no flag of a run"),
-        (["--vs", "--bare"], "has no flag of a run"),
-        (["--vs", "--warmup 3"], "has no flag of a run"),
-        (["--out", "/"], "the result cannot be written to /"),
+        (["--vs", "--bare"], "--bare"),
+        (["--vs", "--warmup 3"], "--warmup"),
+        (["--out", "/"], "argument --out: / cannot be written"),
         (["--overhead", "--parallelism.data_parallel_shard_degree", "2"], "the bare loop does not support 2 ranks"),
     ],
 )
-def test_a_wrong_call_exits_with_2_and_says_why(arguments, said, capsys):
+def test_a_wrong_call_says_why(arguments, said, capsys):
     base = ["--data.source", "text", "--data.path", str(TEXT), "--training.device", "cpu"]
-    assert cli.main(["bench", "train", *base, *arguments]) == 2
-    assert said in capsys.readouterr().err
+    with pytest.raises((ConfigError, SystemExit)) as caught:
+        train.main([*base, *arguments])
+    assert said in str(caught.value) + capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -191,8 +198,9 @@ def test_a_wrong_call_exits_with_2_and_says_why(arguments, said, capsys):
     ],
 )
 def test_the_bare_loop_refuses_what_it_does_not_do(flags, said):
+    facts = facts_from(["--training.device", "cpu", "--training.mixed_precision_param", "float32", *shlex.split(flags)])
     with pytest.raises(ConfigError, match=said):
-        check_bare(parse(["--training.mixed_precision_param", "float32", *shlex.split(flags)]), 1)
+        check_bare(facts)
 
 
 def test_the_flags_of_a_variant_are_one_value():

@@ -35,7 +35,7 @@ VERBS = (
     "verify precision",
     "verify resume",
     "verify chaos",
-    *("bench optimizer", "bench quantize", "bench checkpoint", "bench train", "bench data", "bench startup"),
+    "bench quantize",
     *("checkpoint ls", "checkpoint verify", "checkpoint prune", "checkpoint convert"),
     "config show",
     "config diff",

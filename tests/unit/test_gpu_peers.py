@@ -12,13 +12,15 @@ import pytest
 import torch
 from harness import parse
 
+from benchmarks.contestant import Turns
 from benchmarks.gpu import bench, contestants, hf, host, peers, ranks, runs, single, titan, trace, verbs
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.round import Done, Round
+from benchmarks.parts import batches
+from benchmarks.turns import Outcome
 from crius.cli.app import facts_of
 from crius.config import rules
 from crius.models import registry
-from crius.tools.bench.turns import Outcome
 from crius.train.inputs import describe_model, open_run_corpus
 
 MODULES = dict.fromkeys((*host.NEEDED, *host.OPTIONAL), "1.0")
@@ -68,7 +70,7 @@ def test_hugging_face_as_a_peer_starts_with_the_loss_of_crius(more):
     pytest.importorskip("transformers")
     config = parse([*SIZES, *more, "--training.mixed_precision_param", "float32"])
     device = torch.device("cpu")
-    batch = next(contestants.batches(config, pin_memory=False))
+    batch = next(batches(config, 1))
     model = registry.build(describe_model(config))
     contestants.copy_weights(contestants.start_weights(config, device), dict(model.named_parameters()))
     logits = model(batch.tokens_BT)
@@ -162,15 +164,15 @@ def test_torchtitans_rate_counts_only_if_its_steps_are_of_one_turn():
         def see_peak(self):
             pass
 
-    log = titan.Log(Channel(), 3)
+    turns = Turns(Channel(), 1, {})
+    log = titan.Log(Channel(), turns, 3)
     numbers = {"loss_metrics/global_avg_loss": 1.0}
-    log.step = 4
-    assert log.losses() == []  # the turn ends with step 4
+    turns.began = 4  # a turn ended with step 4
     log.log(numbers | {"throughput(tps)": 1.0}, 6)  # of steps 4 to 6
     assert Channel.words == {}
     log.log(numbers | {"throughput(tps)": 2.0}, 9)
     assert Channel.words == {"printed_tokens_per_second": 2.0}
-    assert log.losses() == [(6, 1.0), (9, 1.0)]
+    assert turns.losses == [(6, 1.0), (9, 1.0)]
 
 
 @pytest.mark.parametrize(("tflops", "ok"), [(30.0, False), (50.0, True), (70.0, False)])

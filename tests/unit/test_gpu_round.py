@@ -15,7 +15,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import check, host, runs, verbs
 from benchmarks.gpu.record import Record, error_in
 from benchmarks.gpu.round import Done, Round, Step, run_steps
-from crius.tools.bench.turns import Contestant, take_turns
+from benchmarks.turns import Contestant, take_turns
 
 
 def record_of(folder, name="check"):

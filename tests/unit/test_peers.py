@@ -2,15 +2,11 @@
 
 import importlib.util
 import json
-import sys
 
 import pytest
-from harness import ROOT
 
-from crius.tools.bench.turns import Outcome
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import bench_cpu
+from benchmarks import bench_cpu
+from benchmarks.turns import Outcome
 
 needs_trainer = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("transformers", "accelerate"))), reason="needs crius[bench]"

@@ -153,7 +153,7 @@ def blame(plan: RunPlan, spent: Load, load_average: float, num_cores: int) -> st
     excess = measured - planned
     machine, steps = plan.machine, spent.steps
     found = [
-        (spent.data_seconds / steps, "waiting for data", "--data.prefetch, or crius bench data"),
+        (spent.data_seconds / steps, "waiting for data", "--data.prefetch"),
         (spent.compile_seconds / steps, "compiling again", "the log names the guard that failed"),
     ]
     if not machine.on_gpu:

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 from crius.errors import CriusError
+from crius.table import aligned
 from crius.tools.bench.result import Samples
 
 END_SECONDS = 10.0
@@ -31,7 +32,7 @@ _TAIL_LINES = 30
 
 @dataclass(frozen=True)
 class Contestant:
-    """A program that takes part, see ``crius.tools.bench.contestant``.
+    """A program that takes part, see ``benchmarks.contestant``.
 
     Attributes:
         name: its name.
@@ -69,6 +70,34 @@ class Outcome:
         """Reported losses by step, the warm-up included."""
         answers = [self.facts, *self.turns]
         return {step: loss for answer in answers for step, loss in answer.get("losses", [])}
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the rounds, of all ranks."""
+        return float(self.facts["tokens_per_step"]) / self.samples().median
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s of a rank; None if its FLOPs are unknown."""
+        flops = self.facts.get("flops_per_token")
+        return flops and self.tokens_per_second / self.facts.get("num_ranks", 1) * flops / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the device's peak; None if one of both is unknown, as on a CPU."""
+        peak = self.facts.get("peak_tflops")
+        return self.tflops / peak if peak and self.tflops else None
+
+    @property
+    def data_share(self) -> float | None:
+        """Share of a step that the slowest rank waits for data; None if the contestant does not say."""
+        waits = [turn["data_seconds"] / turn["wall_seconds"] for turn in self.turns if "data_seconds" in turn]
+        return statistics.median(waits) if waits else None
+
+    @property
+    def peak_gib(self) -> float:
+        """Largest memory that torch allocated on a GPU."""
+        return max(float(answer.get("peak_gib", 0.0)) for answer in (self.facts, *self.turns))
 
     @property
     def peak_rss_mib(self) -> float:
@@ -155,6 +184,61 @@ def largest_difference(losses: Mapping[int, float], base: Mapping[int, float]) -
     """Largest relative difference of the losses at the steps that both have; None if they have no step in common."""
     both = losses.keys() & base.keys()
     return max((abs(losses[step] - base[step]) / abs(base[step]) for step in both), default=None)
+
+
+def row(outcome: Outcome, base: Outcome) -> dict[str, Any]:
+    """A contestant for the JSON; its ratios are those of its times to the ones of ``base``."""
+    found = {"name": outcome.name, "failure": outcome.failure, "facts": outcome.facts}
+    if not outcome.turns or not base.turns:
+        return found
+    return found | {
+        "tokens_per_second": outcome.tokens_per_second,
+        "mfu": outcome.mfu,
+        "wall": outcome.samples().as_dict(),
+        "cpu": outcome.samples("cpu_seconds").as_dict(),
+        "peak_gib": outcome.peak_gib,
+        "peak_rss_mib": outcome.peak_rss_mib,
+        "data_share": outcome.data_share,
+        "wall_ratio": median_ratio(outcome, base, "wall_seconds"),
+        "cpu_ratio": median_ratio(outcome, base, "cpu_seconds"),
+        "loss_difference": largest_difference(outcome.losses, base.losses),
+        "losses": sorted(outcome.losses.items()),
+    }
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """All contestants that finished a turn: medians of the rounds, and spreads between the quartiles.
+
+    ``wall x`` and ``CPU x`` are their times over those of the first one, round by round, and ``apart`` is the
+    largest relative difference of their losses from its losses.
+    """
+    times = ("ms/step", "spread", "CPU-s/step", "spread", "fastest", "tokens/s")
+    rows = [("", *times, "MFU", "peak GiB", "RSS MiB", "data", "wall x", "CPU x", "apart")]
+    for outcome in outcomes:
+        if not outcome.turns or not outcomes[0].turns:
+            continue
+        wall = outcome.samples()
+        cpu = outcome.samples("cpu_seconds")
+        apart = largest_difference(outcome.losses, outcomes[0].losses)
+        rows.append(
+            (
+                outcome.name,
+                f"{1e3 * wall.median:.1f}",
+                f"{wall.spread:.1%}",
+                f"{cpu.median:.4f}",
+                f"{cpu.spread:.1%}",
+                f"{min(cpu.seconds):.4f}",
+                f"{outcome.tokens_per_second:,.0f}",
+                "" if outcome.mfu is None else f"{outcome.mfu:.1%}",
+                f"{outcome.peak_gib:.2f}" if outcome.peak_gib else "",
+                f"{outcome.peak_rss_mib:.0f}",
+                "" if outcome.data_share is None else f"{outcome.data_share:.2%}",
+                f"{median_ratio(outcome, outcomes[0], 'wall_seconds'):.3f}",
+                f"{median_ratio(outcome, outcomes[0], 'cpu_seconds'):.3f}",
+                "" if apart is None else f"{apart:.1e}",
+            )
+        )
+    return aligned(rows, left=(0,))
 
 
 class _Player:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 _STATUS = Path("/proc/self/status")
 
@@ -97,6 +97,10 @@ class Turns:
         warmup: steps before the contestant is ready, at least 1.
         facts: facts about the contestant for the driver; sent once.
         settle: waits for queued work of the steps before, as on a GPU.
+
+    Attributes:
+        losses: steps since the last answer with their losses, which become numbers between turns alone.
+        began: step before the first one of this turn.
     """
 
     def __init__(
@@ -106,36 +110,41 @@ class Turns:
         self._warmup = warmup
         self._facts = facts
         self._settle = settle
-        self._step = self._end = 0
-        self._asked = 0
-        self._began = self._cpu = 0.0
+        self.losses: list[tuple[int, SupportsFloat]] = []
+        self.began = self._step = self._end = 0
+        self._wall = self._cpu = 0.0
         self._faults = 0
 
-    def after_step(self, losses: Callable[[], list[tuple[int, float]]]) -> bool:
+    def after_step(self, loss: SupportsFloat | None = None) -> bool:
         """Count one more step, and wait for the next turn if it was the last step of a turn.
 
         Args:
-            losses: returns the steps reported since its last call, with their losses; called between turns.
+            loss: of the step; None if ``losses`` has it already, or nobody knows it.
 
         Returns:
             Whether to continue training.
         """
         self._step += 1
+        if loss is not None:
+            self.losses.append((self._step, loss))
         if self._step not in (self._warmup, self._end):
             return True
         self._settle()
-        wall = time.perf_counter() - self._began
+        wall = time.perf_counter() - self._wall
         cpu = cpu_seconds()
         faults = page_faults()
         if self._step == self._warmup:
-            answer = {"ready": True, "losses": losses(), **self._facts}
+            answer = {"ready": True, **self._facts}
         else:
             times = {"wall_seconds": wall, "cpu_seconds": cpu - self._cpu, "page_faults": faults - self._faults}
-            answer = {"steps": self._asked, **times, "losses": losses()}
-        self._driver.answer({**answer, "peak_rss_mib": peak_rss_mib()})
+            answer = {"steps": self._step - self.began, **times}
+        losses = [(step, float(loss)) for step, loss in self.losses]
+        self.losses.clear()
+        self._driver.answer({**answer, "losses": losses, "peak_rss_mib": peak_rss_mib()})
         self._cpu = cpu
         self._faults = faults
-        self._asked = self._driver.order()
-        self._end = self._step + self._asked
-        self._began = time.perf_counter()
-        return self._asked > 0
+        asked = self._driver.order()
+        self.began = self._step
+        self._end = self._step + asked
+        self._wall = time.perf_counter()
+        return asked > 0
