@@ -209,7 +209,7 @@ def compare(names: list[str], rounds: int, steps: int, warmup: int, flags: list[
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, prints_json=False)
     parser.add_argument("--cases", default=",".join(CASES), help="joined by commas")
     parser.add_argument("--rounds", type=positive, default=10, help="turns of each trainer in each case")
     parser.add_argument("--steps", type=positive, default=2, help="of a turn")

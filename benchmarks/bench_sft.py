@@ -154,7 +154,7 @@ def losses(outcomes: list[Outcome]) -> tuple[list[str], float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, prints_json=False)
     parser.add_argument("model", help="run folder of crius import")
     parser.add_argument("rows", type=Path, help="JSONL with prompt and completion")
     parser.add_argument("--cases", default=",".join(CASES), help="joined by commas")

@@ -44,12 +44,13 @@ def writable(text: str) -> Path:
     return file
 
 
-def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all these programs have."""
+def parser_of(about: str | None, *, prints_json: bool = True) -> argparse.ArgumentParser:
+    """A parser with ``--out``, and with ``--json`` for a program that ``publish``es its results."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--json", action="store_true", help="print JSON with all samples")
+    if prints_json:
+        parser.add_argument("--json", action="store_true", help="print JSON with all samples")
     parser.add_argument("--out", type=writable, help="file to write the JSON to")
     return parser
 

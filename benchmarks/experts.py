@@ -82,7 +82,7 @@ def ratios(outcomes: list[Outcome]) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Read the command line and compare."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, prints_json=False)
     parser.add_argument("--rounds", type=positive, default=10, help="turns of each contestant")
     parser.add_argument("--steps", type=positive, default=2, help="of a turn")
     parser.add_argument("--only", default="", help="names of contestants beside the first, joined by commas")
