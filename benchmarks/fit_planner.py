@@ -24,13 +24,12 @@ from typing import Any
 import numpy
 import planner.trainers
 from planner.measurements import Measurement, read_measurements
-from planner.trainers import OthersMemory, OthersTime, as_known, trainers
+from planner.trainers import OthersMemory, OthersTime, as_known, planned_speed, trainers
 from planner.validate import Judged, Report, baselines
 from scipy.optimize import least_squares
 
 from crius.tools.plan import rates
 from crius.tools.plan.rates import TimeConstants
-from crius.tools.plan.time import tokens_per_second
 
 KEYS = ("n", "median", "mape", "p90")
 KINDS = ("dense", "moe")
@@ -120,7 +119,7 @@ def speeds(rows: list[Measurement], constants: Constants) -> list[float]:
     """Tokens a second of a GPU of each row, as planned with ``constants``."""
     shared, others = constants
     known = trainers(others, OthersMemory())
-    return [tokens_per_second(as_known(row.workload, known), row.hardware, shared) for row in rows]
+    return [planned_speed(as_known(row.workload, known), row.hardware, shared) for row in rows]
 
 
 def group_of(row: Measurement) -> tuple:

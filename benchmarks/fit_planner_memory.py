@@ -15,12 +15,12 @@ import numpy
 import planner.trainers
 from fit_planner import ROWS, geometric, halves, softened, three_digits, weights_of, write
 from planner.measurements import Measurement, read_measurements
-from planner.trainers import OthersMemory, OthersTime, as_known, trainers
+from planner.trainers import OthersMemory, OthersTime, as_known, planned_memory, trainers
 from planner.validate import Errors
 from scipy.optimize import least_squares
 
 from crius.tools.plan import memory as memory_module
-from crius.tools.plan.memory import Counting, MemoryConstants, memory
+from crius.tools.plan.memory import Counting, MemoryConstants
 from crius.units import GIB
 
 NUM_SPLITS = 10
@@ -61,7 +61,7 @@ def planned(rows: list[Measurement], constants: Constants) -> list[float]:
     shared, others = constants
     known = trainers(OthersTime(), others)
     return [
-        memory(as_known(row.workload, known), row.hardware, shared, counting=counting_of(row)).total for row in rows
+        planned_memory(as_known(row.workload, known), row.hardware, shared, counting=counting_of(row)) for row in rows
     ]
 
 

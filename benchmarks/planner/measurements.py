@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -26,7 +27,7 @@ from planner.measured_fields import (
     schedule,
     stages_per_rank,
 )
-from planner.trainers import TRAINERS
+from planner.trainers import TRAINERS, Other
 
 from crius.errors import ConfigError
 from crius.models.description import ModelDescription
@@ -214,7 +215,8 @@ def _workload(row: Mapping[str, str]) -> Workload:
     zero = count(row, "zero_stage", usual, least=0)
     zero = zero if zero <= 3 else usual
     recipe = row.get("float8_recipe", "")
-    return Workload(
+    kind = Workload if framework == "crius" else partial(Other, framework=framework, **TRAINERS[framework])
+    return kind(
         model=_model(row),
         layout=layout,
         seq_len=count(row, "seq_len"),
@@ -237,7 +239,6 @@ def _workload(row: Mapping[str, str]) -> Workload:
         gradient_sync="deferred" if keeps_gradients or zero < 2 or layout.pp > 1 else "immediate",
         async_tp=row.get("async_tp", "").lower() in YES or _overlaps_tp(row, framework),
         loss=_loss(row, framework, compiled),
-        trainer=TRAINERS[framework],
     )
 
 

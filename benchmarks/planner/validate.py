@@ -19,14 +19,13 @@ from typing import Any
 from crius.errors import CriusError
 from crius.table import aligned
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.memory import Counting, memory
-from crius.tools.plan.time import tokens_per_second
+from crius.tools.plan.memory import Counting
 from crius.tools.plan.validate import Errors
 from crius.tools.plan.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from planner.measurements import Measurement, Unjudged, read_measurements
-from planner.trainers import TRAINERS
+from planner.trainers import planned_memory, planned_speed
 
 GAP = 0.10
 """Two layouts whose tokens/s differ by less than this share are not put in order."""
@@ -210,7 +209,7 @@ def _worst_row(one: Judged) -> list[str]:
 
 def _same_layout(a: Workload, b: Workload) -> bool:
     """Published twice; a later release is no other layout."""
-    return replace(a, compile=b.compile) == b if a.trainer is TRAINERS["megatron"] else a == b
+    return replace(a, compile=b.compile) == b if getattr(a, "framework", "crius") == "megatron" else a == b
 
 
 def validate_file(path: str | Path) -> Report:
@@ -236,11 +235,11 @@ def validate(rows: Sequence[Measurement], unjudged: Sequence[Unjudged] = ()) -> 
 
 def _judged(row: Measurement) -> Judged:
     counting: Counting = "allocated" if row.memory_kind == "allocated" else "reserved"
-    held = memory(row.workload, row.hardware, counting=counting).total
+    held = planned_memory(row.workload, row.hardware, counting=counting)
     larger = replace(row.workload, microbatch=row.too_large or row.workload.microbatch)
-    too_large = memory(larger, row.hardware).total if row.too_large else 0.0
+    too_large = planned_memory(larger, row.hardware) if row.too_large else 0.0
     baseline = _baseline(0, [row], [_mfu(row)])  # until the other rows are known
-    return Judged(row, tokens_per_second(row.workload, row.hardware), baseline, held, too_large)
+    return Judged(row, planned_speed(row.workload, row.hardware), baseline, held, too_large)
 
 
 def baselines(rows: Sequence[Measurement]) -> list[float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import llama, parse
 from planner.measurements import read_measurements
-from planner.trainers import TRAINERS
+from planner.trainers import TRAINERS, Other, planned_memory
 
 from crius.config.layout import Layout
 from crius.config.parallelism import ParallelismConfig
@@ -20,7 +20,7 @@ from crius.models.registry import SPECS
 from crius.tools.dry_run.run import dry_run
 from crius.tools.plan.hardware import hardware
 from crius.tools.plan.holdings import held_by, model_parameters, rank_layers, stage_layers, weights
-from crius.tools.plan.memory import MEMORY, layer_bytes, loss_bytes, memory, rank_bytes
+from crius.tools.plan.memory import MEMORY, loss_bytes, memory, rank_bytes
 from crius.tools.plan.workload import Workload, from_config
 from crius.train.inputs import describe_model
 
@@ -168,10 +168,7 @@ def test_a_pipeline_keeps_whole_weights_and_whole_gradients_until_the_last_micro
 
 def test_zero_stages_shard_more_and_more():
     layout = Layout(dp_replicate=8)
-    totals = {
-        stage: memory(workload(layout=layout, zero_stage=stage, trainer=TRAINERS["megatron"])).parts
-        for stage in (0, 1, 2)
-    }
+    totals = {stage: memory(workload(layout=layout, zero_stage=stage)).parts for stage in (0, 1, 2)}
     assert totals[1]["optimizer"] == pytest.approx(totals[0]["optimizer"] / 8, rel=1e-3)
     assert totals[1]["gradients"] == totals[0]["gradients"]
     assert totals[2]["gradients"] == pytest.approx(totals[1]["gradients"] / 8, rel=1e-3)
@@ -180,10 +177,7 @@ def test_zero_stages_shard_more_and_more():
 
 def test_experts_are_shared_by_expert_parallel_ranks_and_not_stored_twice():
     layouts = [Layout(dp_replicate=8, ep=ep) for ep in (1, 8)]
-    alone, shared = (
-        memory(Workload(model=MIXTRAL, layout=layout, seq_len=4096, zero_stage=1, trainer=TRAINERS["megatron"]))
-        for layout in layouts
-    )
+    alone, shared = (memory(Workload(model=MIXTRAL, layout=layout, seq_len=4096, zero_stage=1)) for layout in layouts)
     experts = 32 * 8 * 3 * 4096 * 14336
     saved = alone.parts["parameters"] - shared.parts["parameters"]
     assert saved == pytest.approx(2 * experts * 7 / 8)
@@ -200,7 +194,7 @@ def test_experts_under_tensor_parallelism_are_on_its_ranks_once():
             layout=Layout(dp_shard=2, tp=tp, ep=ep),
             seq_len=4096,
             activation_checkpoint="full",
-            trainer=TRAINERS["torchtitan"],
+            splits_experts=True,
         )
         for tp, ep in ((1, 1), (4, 1), (4, 4))
     }
@@ -250,7 +244,7 @@ def test_a_loss_in_chunks_frees_the_logits():
 
 
 def test_a_fused_loss_is_there_while_the_gradient_of_the_output_layer_is_made():
-    work = workload(loss="fused", trainer=TRAINERS["megatron"], layout=Layout(tp=2))
+    work = workload(loss="fused", layout=Layout(tp=2))
     found = loss_bytes(work, MEMORY)
     weight = work.model.vocab_size / 2 * work.model.dim * 2
     assert found.output == pytest.approx(found.kept + found.work + weight)
@@ -259,11 +253,9 @@ def test_a_fused_loss_is_there_while_the_gradient_of_the_output_layer_is_made():
 @pytest.mark.parametrize(("tp", "more"), [(1, 4096), (4, 4096 + 1024)])
 def test_a_graph_keeps_no_result_that_only_the_next_layer_reads(tp, more):
     """The last matmul's, and under tensor parallelism what its reduce-scatter gives the rank."""
-    layer, graph = LLAMA["8b"].dense[1], TRAINERS["torchtitan_graph"]
-    kept = [
-        layer_bytes(workload(layout=Layout(tp=tp), trainer=trainer, pointwise="operators"), layer)
-        for trainer in (replace(graph, is_traced=False), graph)
-    ]
+    name = "torchtitan_graph"
+    graph = Other(**vars(workload(layout=Layout(tp=tp))), framework=name, **TRAINERS[name])
+    kept = [replace(graph, is_traced=is_traced).layer_bytes(graph.model.dense[1]) for is_traced in (False, True)]
     assert kept[0].selective - kept[1].selective == 2 * more
     assert (kept[0].none, kept[0].full) == (kept[1].none, kept[1].full)
 
@@ -278,7 +270,7 @@ def test_of_runs_that_were_published_most_are_within_a_tenth():
     rows = [row for row in read_measurements(ROWS)[0] if row.memory_bytes and not row.has_experts]
     kinds = {"allocated": "allocated", "reserved": "reserved", "unknown": "reserved"}
     errors = sorted(
-        abs(memory(row.workload, row.hardware, counting=kinds[row.memory_kind]).total / row.memory_bytes - 1)
+        abs(planned_memory(row.workload, row.hardware, counting=kinds[row.memory_kind]) / row.memory_bytes - 1)
         for row in rows
     )
     assert len(errors) > 90

@@ -16,7 +16,7 @@ from crius.tools.plan.hardware import KNOWN, Hardware, of_machine, shared
 from crius.tools.plan.holdings import model_parameters
 from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
-from crius.tools.plan.workload import CRIUS, Estimate, Workload, from_config
+from crius.tools.plan.workload import Estimate, Workload, from_config
 from crius.units import GIB
 
 # Ranges of the rows of benchmarks/planner/measurements.csv
@@ -73,7 +73,7 @@ def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
         reasons.append(f"{hardware.name} has no nvfp4: planned as float8")
     elif workload.precision == "float8" and hardware.generation == "cdna3" and "rowwise" not in workload.float8_recipe:
         reasons.append(f"one measurement of tensorwise float8 on {hardware.name}, 1.4 times slower than planned")
-    if workload.trainer is CRIUS and hardware.generation != "cpu":
+    if hardware.generation != "cpu":
         if workload.reshard not in ("default", "always", "never"):
             reasons.append("no measurement of partial resharding")
         if model.num_experts:

@@ -48,7 +48,9 @@ def rank_layers(workload: Workload, rank: int) -> RankLayers:
     model, degree = workload.model, workload.layout.pp
     total = degree * workload.stages_per_rank if degree > 1 else 1
     held = stages_of_ranks(workload.schedule, degree, total)[rank] if degree > 1 else [0]
-    sizes = (workload.stage_layers or _sizes(workload, total)) if degree > 1 else (model.num_layers,)
+    sizes: tuple[int, ...] = (model.num_layers,)
+    if degree > 1:
+        sizes = workload.stage_layers or stage_layers(model, total, workload.seq_len)
     leading = model.dense[0] if model.num_experts else sum(sizes)  # the first layers are dense
     spans = [(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in held]
     dense = tuple((begin, min(end, leading)) for begin, end in spans if begin < leading)
@@ -64,13 +66,6 @@ def rank_layers(workload: Workload, rank: int) -> RankLayers:
         in_flight=_in_flight(workload, rank, tuple(sizes[stage] for stage in held)) if degree > 1 else 1.0,
         neighbours=sum(near not in held for near in beside),
     )
-
-
-def _sizes(workload: Workload, stages: int) -> tuple[int, ...]:
-    model = workload.model
-    if workload.trainer.balances_memory:
-        return stage_layers(model, stages, workload.seq_len)
-    return _even(model.num_layers, stages) or (1,) * stages
 
 
 def _in_flight(workload: Workload, rank: int, sizes: tuple[int, ...]) -> float:
@@ -117,16 +112,6 @@ def stage_layers(model: ModelDescription, stages: int, seq_len: int) -> tuple[in
     if stages > model.num_layers:
         return (1,) * stages
     return layers_of_stages(split_stages(model.modules((seq_len + 1) / 2), stages, ParallelismConfig()))
-
-
-def _even(count: int, stages: int) -> tuple[int, ...] | None:
-    """``count`` layers on ``stages``, at least one each; None if that is impossible."""
-    if stages == 0:
-        return () if count == 0 else None
-    if count < stages:
-        return None
-    each, over = divmod(count, stages)
-    return (each + 1,) * over + (each,) * (stages - over)
 
 
 MIN_QUANTIZED = 4096
@@ -193,7 +178,6 @@ def weights(
     is_tied: bool,
     moment_bytes: float,
     muon: bool,
-    splits_experts: bool = False,
 ) -> Weights:
     """The units of ``model``, each weight split over ``tp`` ranks and then by rows over ``shards``.
 
@@ -205,7 +189,6 @@ def weights(
         is_tied: whether the output layer has neither a weight of its own nor a copy of the embedding's.
         moment_bytes: bytes of one number of the optimizer's running means; below 2: 8 bits in blocks.
         muon: whether matrices of the layers have one running mean; other weights have two.
-        splits_experts: as in ``Trainer``.
     """
 
     def part(tensors: Iterable[_Tensor], matrix_moments: int = 2) -> Part:
@@ -216,13 +199,8 @@ def weights(
             return Part()
         moments = 1 if muon else 2
         common, routed = part(_tensors(model, layer, tp), moments), [one for one in layer.weights if one.is_routed]
-        if not splits_experts:
-            over = max(1, tp * shards // ep)
-            return common.and_experts(part_of([_experts(weight, ep, over) for weight in routed], over, moment_bytes))
-        numbers = sum(weight.numel for weight in routed)
-        own = numbers / (tp * shards)
-        state = moments * own * moment_bytes + _STEP_BYTES * len(routed)
-        return common.and_experts(Part(numbers / max(ep, tp), own, state))
+        over = max(1, tp * shards // ep)
+        return common.and_experts(part_of([_experts(weight, ep, over) for weight in routed], over, moment_bytes))
 
     norm = _Tensor(model.dim, 1, model.dim, is_matrix=False)
     embedding = _Tensor(-(-model.vocab_size // tp), model.dim, model.vocab_size * model.dim)
@@ -347,12 +325,11 @@ def held_by(workload: Workload, rank: int) -> Held:
     units = weights(
         workload.model,
         layout.tp,
-        layout.ep,
+        workload.expert_ranks,
         shards,
         is_tied=workload.is_tied,
         moment_bytes=workload.moment_bytes,
         muon=workload.muon,
-        splits_experts=workload.trainer.splits_experts,
     )
     first = units.dense if layers.dense else units.experts
     held = (

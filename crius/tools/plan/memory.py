@@ -47,6 +47,9 @@ class MemoryConstants:
         allocated_bytes: memory that libraries allocate besides tensors of the model: workspaces.
         cdna3_bytes: further memory that AMD's libraries reserve.
         nvfp4_kept: share of the activations that a layer with 4-bit matmuls keeps.
+        eager_logit_bytes: bytes per logit in the backward of an eager loss: log-probabilities in float32, their
+            gradient and its gradient. Not fitted.
+        split_logit_bytes: further bytes per logit if the vocabulary is split. Not fitted.
     """
 
     compiled_logit_bytes: float = 3.74
@@ -58,6 +61,8 @@ class MemoryConstants:
     allocated_bytes: float = 0.569 * GIB
     cdna3_bytes: float = 3.21 * GIB
     nvfp4_kept: float = 0.506
+    eager_logit_bytes: float = 12.0
+    split_logit_bytes: float = 4.0
 
 
 MEMORY = MemoryConstants()
@@ -82,11 +87,10 @@ class LayerBytes:
 
 def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     """Bytes per token of ``layer`` on a rank of ``workload``."""
-    attention, ffn, trainer, pointwise = layer.attention, layer.feed_forward, workload.trainer, _pointwise(workload)
+    attention, ffn, pointwise = layer.attention, layer.feed_forward, _pointwise(workload)
     tp, cp, itemsize = workload.layout.tp, workload.layout.cp, workload.param_bytes
     num_kv_heads, d = max(1, attention.num_kv_heads / tp), float(workload.model.dim)
     source = d / tp if workload.sequence_parallel else d
-    gathered = d if trainer.keeps_gathered else source
     queries, values = (attention.num_heads * width / tp for width in (attention.head_dim, attention.value_dim))
     keys = num_kv_heads * (attention.head_dim + attention.value_dim)  # and values together
     # probabilities of the keys that a query sees, or the logarithms of their sums
@@ -94,18 +98,18 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     scores = 4 * attention.num_heads / tp * (seen or 1)
     dense_width = ffn.width / tp
     per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
-    routed = ffn.top_k * ffn.expert_width / tp
     headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # input of the heads' norms
     kept = kept_by(workload)
-    is_whole = bool(ffn.num_experts) and not trainer.splits_experts
+    routed = ffn.top_k * ffn.expert_width / tp
+    is_whole = ffn.num_experts > 0 and not workload.splits_experts
     inputs = kept.inputs - (is_whole and not ffn.width)  # the router's input is counted with its output
-    none = 2 * source + inputs * gathered + queries + keys + values + headwise + per_hidden * dense_width
+    none = 2 * source + inputs * d + queries + keys + values + headwise + per_hidden * dense_width
     none += kept.adapters - (1 - kept.products) * dense_width
-    if cp > 1 and trainer.gathers_keys:  # attention's results for the early and the late tokens of a rank are joined
+    if cp > 1:  # attention's results for the early and the late tokens of a rank are joined
         mask = workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0
         none += keys * (cp - 1) + values + mask
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
-    w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not trainer.is_traced) * (not is_whole or ffn.width > 0)
+    w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not is_whole or ffn.width > 0)
     selective = source + queries + num_kv_heads * attention.value_dim + dense_width + w2 + values
     if workload.model.adapted:
         selective += every_other(workload, layer)
@@ -123,11 +127,10 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     normed += 4 * statistics * has_norms
     # the gradients of a gate's factors; in bfloat16 also the casts of its operators
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
-    every = none * itemsize + routing + normed + scores - kept.first * (source * itemsize + normed / 2)
     return LayerBytes(
         full=source * itemsize + choice_bytes(workload, ffn) * is_whole,
-        selective=selective * itemsize + chosen + scores if trainer.selects_ops else every,
-        none=every,
+        selective=selective * itemsize + chosen + scores,
+        none=none * itemsize + routing + normed + scores - kept.first * (source * itemsize + normed / 2),
         backward=widest * itemsize,
     )
 
@@ -163,7 +166,8 @@ def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
         return LossBytes(kept, work, kept + trained * itemsize + rounded)
     logits = vocabulary * tokens
     if workload.loss == "eager":  # kept: log-probabilities in float32, for the backward
-        nbytes = _eager_logit_bytes(workload) * logits
+        split = constants.split_logit_bytes if workload.layout.tp > 1 else 0.0
+        nbytes = (constants.eager_logit_bytes + split) * logits
         kept = min(nbytes / 2, 4 * logits)
         return LossBytes(normed + kept, nbytes - kept, trained * itemsize)
     nbytes = (
@@ -176,14 +180,6 @@ def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
     )
     stays = (normed + nbytes) * (workload.loss == "fused")
     return LossBytes(normed + nbytes / 2, nbytes / 2, stays + trained * itemsize)
-
-
-def _eager_logit_bytes(workload: Workload) -> float:
-    """Bytes per logit of this rank's part of the vocabulary."""
-    trainer, tp = workload.trainer, workload.layout.tp
-    if tp == 1:
-        return trainer.eager_logit_bytes
-    return (trainer.eager_logit_bytes + trainer.split_logit_bytes) * (tp if trainer.gathers_logits else 1)
 
 
 _ROTARY_BYTES = 8  # per token and number of a head: cosine and sine in float32
@@ -297,11 +293,9 @@ def _kind(
 ) -> LayerKind:
     mode, tokens = workload.activation_checkpoint, workload.tokens
     factor = constants.nvfp4_kept if workload.precision == "nvfp4" else 1.0
-    if mode != "full":
-        factor *= workload.trainer.kept
     _, layer = workload.model.experts if has_experts else workload.model.dense
     assert layer is not None
-    one = layer_bytes(workload, layer)
+    one = workload.part(layer_bytes)(workload, layer)
     own = least = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
     if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each in full
         own, least = one.none, one.full
@@ -340,4 +334,4 @@ def _pointwise(workload: Workload) -> Pointwise:
     """Tensors that norms and gates keep."""
     if workload.pointwise is not None:
         return workload.pointwise
-    return "fused" if workload.compile else workload.trainer.pointwise
+    return "fused" if workload.compile else "silu"

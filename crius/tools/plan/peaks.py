@@ -146,7 +146,7 @@ def peak(
         activations: activations of a microbatch.
         is_cached: whether freed memory stays with an allocator, which cannot join it for the largest copy, made last.
     """
-    rank = _Rank(workload, held, activations)
+    rank = workload.part(Rank)(workload, held, activations)
     layers, count = held.layers, workload.num_microbatches
     other = activations.all + loss.kept * (workload.schedule == "gpipe")
     moments = [rank.update()]
@@ -158,10 +158,7 @@ def peak(
             found.append(rank.embedding(one, is_cached=is_cached))
         moments.append(max(found, key=lambda moment: moment.total)._replace(in_flight=other * one.others))
     most = max(moments, key=lambda moment: moment.total)
-    buffers = _ID_BYTES * workload.tokens * count
-    if workload.layout.pp > 1:
-        received = count if workload.trainer.receives_all else 1
-        buffers += layers.neighbours * activations.hidden * received
+    buffers = _ID_BYTES * workload.tokens * count + layers.neighbours * activations.hidden * workload.received
     weights, state = _constant(workload, held)
     return most._replace(weights=weights, state=state, working=most.working + buffers)
 
@@ -197,7 +194,7 @@ def waiting_for_loss(workload: Workload, held: Held) -> float:
 def _gathered_ahead(workload: Workload, held: Held) -> float:
     """Numbers of the last layer that FSDP gathers ahead; with two groups on separate meshes, those of the experts."""
     layout, last = workload.layout, held.layer(held.layers.layers - 1)
-    if last.routed and max(layout.tp, layout.ep) > 1 and not workload.trainer.splits_experts:
+    if last.routed and max(layout.tp, layout.ep) > 1 and not workload.splits_experts:
         return last.routed * (layout.efsdp > 1)
     return last.whole * (layout.fsdp > 1)
 
@@ -222,7 +219,7 @@ def _constant(workload: Workload, held: Held) -> tuple[float, float]:
     return held.whole * param + held.buffers, state + own * stored * (stored > param)
 
 
-class _Rank:
+class Rank:
     """The moments of one pipeline rank."""
 
     def __init__(self, workload: Workload, held: Held, activations: Activations) -> None:
@@ -235,14 +232,11 @@ class _Rank:
         )
         self._is_copied = is_sharded and not self._is_plain  # FSDP gathers weights and sums gradients
         self._is_whole = workload.num_microbatches > 1 and (workload.gradient_sync == "deferred" or layout.pp > 1)
-        is_tied = workload.is_tied
-        stays = is_sharded and workload.trainer.ends_stay
-        # embedding and output layer in one unit are gathered, with whole gradients, until the end
-        self._is_one_end = is_tied or (stays and layers.has_head)
-        self._ends = max(1, layers.has_embedding + (layers.has_head and not is_tied)) if stays else 1
+        self._is_one_end = workload.is_tied  # embedding and output layer are one unit: it stays until the end
         self._end = held.end * self._param
-        self._waiting = self._end * (self._is_one_end and (self._is_copied or is_tied))
-        self._embedding = held.units.embedding if layers.has_embedding else None
+        self._ends = self._end  # of the whole unit
+        self._waiting = self._end * self._is_one_end
+        self._last = [held.units.embedding] if layers.has_embedding else []  # their gradients come last
 
     def layers(self, one: _Pass) -> Iterator[Moment]:
         """Moments when the backward of a layer begins and ends, and when its gradient is to be summed over ranks."""
@@ -275,7 +269,7 @@ class _Rank:
             # the source of the last gather is freed at the next gather
             gathered += last * (self._is_one_end and work.layout.pp == 1 and not one.is_there)
         elif self._is_copied:
-            gathered = self._ends * self._end + parts_between(work, held, held.layers.layers)
+            gathered = self._ends + parts_between(work, held, held.layers.layers)
             late = last  # gathered when the backward of the output layer begins
         made = self._waiting or self._end + self._sum(one, held.layers.layers)  # its gradient, and the sum of it
         copies = gathered + late + max(0.0, made - loss.output)
@@ -284,7 +278,7 @@ class _Rank:
 
     def embedding(self, one: _Pass, *, is_cached: bool) -> Moment:
         """Moment of the backward of the embedding, and of the sum of its gradient over ranks."""
-        ends = self._ends * self._end
+        ends = self._ends
         summed = ends * self._reduce / self._param * (one.is_summed and self._is_copied)
         freed = self._sum(one, 0) + self._gathered(one, -1)  # freed before its own gradient is summed
         # a tied weight has both gradients and their sum
@@ -334,10 +328,9 @@ class _Rank:
         if self._work.zero_stage < 3:
             return before
         whole, own = held.first(index + 1)
-        if self._embedding is not None:
-            whole, own = whole + self._embedding.whole, own + self._embedding.own
-        if self._is_one_end and not self._work.is_tied:
-            whole, own = whole + held.units.head.whole, own + held.units.head.own
+        for unit in self._last:
+            whole += unit.whole
+            own += unit.own
         made, stored = held.whole - whole, (held.own - own) * (not self._work.cpu_offload)
         if not self._is_whole:
             # the input of the replicas' sum stays until the end of the backward, unless it is the gradient itself
@@ -364,7 +357,7 @@ class _Rank:
             return 0.0
         if one.stays:
             return held.whole * self._param
-        ends = self._ends * self._end * (self._embedding is not None)
+        ends = self._ends * held.layers.has_embedding
         if work.reshard == "never":
             return held.first(index + 1)[0] * self._param + ends
         if index < 0:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from crius.models.description import Layer
 from crius.tools.plan.hardware import Hardware
-from crius.tools.plan.workload import Trainer, Workload
+from crius.tools.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TimeConstants:
         expert_traffic: number of times that routed tokens cross the memory to be permuted.
         expert_seconds: time that a layer of experts waits for its routing to reach the host and back, both passes,
             seconds.
-        expert_torch: factor on the permutation and the routing to experts outside Megatron.
+        expert_torch: factor on the permutation and the routing to experts, above fused kernels.
         graph_launch: share of launch times that is left when graphs or compiled code are launched.
         op_seconds: time to launch one operation, seconds.
         step_seconds: fixed cost of a step, seconds.
@@ -128,12 +128,12 @@ class Rates:
         bytes: bytes per second of elementwise operations.
         traffic: seconds per operand number of a matmul of the blocks.
         cast: seconds to quantize one operand number; 0 if nothing is quantized.
-        recast: share of the microbatches in which weights are quantized.
         wide_traffic: ``traffic`` of matmuls that stay in bfloat16.
         elementwise: bytes of activations that a layer moves, as a multiple of one pass.
         op_seconds: seconds to launch one operation.
         experts: factor on permutation and routing to experts.
         tile: unit that the features of a matmul are rounded up to.
+        recast: share of the microbatches in which weights are quantized: all, as FSDP gathers them again for each.
     """
 
     flops: float
@@ -142,12 +142,12 @@ class Rates:
     bytes: float
     traffic: float
     cast: float
-    recast: float
     wide_traffic: float
     elementwise: float
     op_seconds: float
     experts: float
     tile: int
+    recast: float = 1.0
 
     def matmuls(self, tokens: float, sizes: Iterable[tuple[float, float]], experts: float = 1.0) -> float:
         """Seconds of the matmuls' forward: FLOPs, and operands through the memory.
@@ -172,20 +172,20 @@ class Rates:
 
 def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> Rates:
     """Rates that ``hardware`` reaches in this workload."""
-    trainer, recipe, compiled = workload.trainer, workload.float8_recipe, workload.compile
+    recipe, compiled = workload.float8_recipe, workload.compile
     on_cpu, is_wide = hardware.generation == "cpu", workload.precision == "float32"
     attention_peak = hardware.float32_flops if on_cpu or is_wide else hardware.bfloat16_flops
-    efficiency, attention = _efficiencies(hardware, constants, trainer, attention_peak)
+    efficiency, attention = _efficiencies(hardware, constants, attention_peak)
     memory = (hardware.memory_efficiency or constants.memory) * hardware.memory_bandwidth
     wide_peak, wide_bytes = (hardware.float32_flops, 4) if is_wide else (hardware.bfloat16_flops, 2)
     peak, relative, operand_bytes = _narrow(workload, hardware, constants)
     flops = peak * efficiency * relative if peak else wide_peak * efficiency
-    casts_fused = (compiled or trainer.fuses_casts) and not ("rowwise" in recipe and workload.layout.tp > 1)
+    casts_fused = compiled and not ("rowwise" in recipe and workload.layout.tp > 1)
     cast = constants.cast_traffic * (1 if casts_fused else UNFUSED_CAST) * 2 if peak else 0.0
     if "current_scaling" in recipe:
         cast *= READ_TWICE
     # measured rates include it
-    bias = 1.0 if hardware.measured else math.e ** (constants.bias if trainer.bias is None else trainer.bias)
+    bias = 1.0 if hardware.measured else math.e**constants.bias
     passes = constants.elementwise_compiled if compiled else constants.elementwise_eager
     return Rates(
         flops=flops / bias,
@@ -194,19 +194,15 @@ def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> R
         bytes=memory / bias,
         traffic=constants.matmul_traffic * (operand_bytes if peak else wide_bytes) / memory,
         cast=cast / memory,
-        # FSDP gathers weights again for every microbatch
-        recast=1 / workload.num_microbatches if trainer.casts_once and workload.zero_stage < 3 else 1.0,
         wide_traffic=constants.matmul_traffic * wide_bytes / memory,
-        elementwise=wide_bytes / 2 * (passes if trainer.elementwise is None else trainer.elementwise),
+        elementwise=wide_bytes / 2 * passes,
         op_seconds=constants.op_seconds if hardware.op_seconds is None else hardware.op_seconds,
-        experts=constants.expert_torch if trainer.experts is None else trainer.experts,
+        experts=constants.expert_torch,
         tile=1 if on_cpu else TILE,
     )
 
 
-def _efficiencies(
-    hardware: Hardware, constants: TimeConstants, trainer: Trainer, attention_peak: float
-) -> tuple[float, float]:
+def _efficiencies(hardware: Hardware, constants: TimeConstants, attention_peak: float) -> tuple[float, float]:
     """Efficiencies of matmuls and of attention."""
     matmul, attention = {
         "ampere": (constants.matmul_ampere, constants.attention_ampere),
@@ -216,9 +212,8 @@ def _efficiencies(
         "cdna3": (constants.matmul_cdna3, constants.attention_hopper),
         "cpu": (0.8, 0.3),
     }.get(hardware.generation, (constants.matmul_hopper, constants.attention_hopper))
-    if not trainer.own_kernels and hardware.generation not in ("ampere", "ada", "cpu"):
+    if hardware.generation not in ("ampere", "ada", "cpu"):
         attention = min(attention, constants.flash2_flops / attention_peak)
-    attention *= trainer.attention
     is_blackwell = hardware.generation.startswith("blackwell")
     limit = hardware.power ** (constants.power_exponent_blackwell if is_blackwell else constants.power_exponent)
     return hardware.matmul_efficiency or matmul * limit, hardware.attention_efficiency or attention * limit
@@ -226,17 +221,15 @@ def _efficiencies(
 
 def _narrow(workload: Workload, hardware: Hardware, constants: TimeConstants) -> tuple[float, float, float]:
     """Peak, efficiency relative to bfloat16's, and bytes per operand, of matmuls below 16 bits; else a peak of 0."""
-    precision, trainer = workload.precision, workload.trainer
+    precision = workload.precision
     if precision in ("float32", "bfloat16"):
         return 0.0, 1.0, 2.0
     if precision == "nvfp4" and hardware.float4_flops:
         return hardware.float4_flops, constants.nvfp4, 0.5
     if "rowwise" in workload.float8_recipe:
         return hardware.float8_flops, constants.float8_rowwise, 1.0
-    relative = constants.float8_tensorwise
-    if trainer.float8:
-        relative = trainer.float8[hardware.generation.startswith("blackwell")]
-    return hardware.float8_flops, relative * (constants.mxfp8 if precision == "mxfp8" else 1.0), 1.0
+    relative = constants.float8_tensorwise * (constants.mxfp8 if precision == "mxfp8" else 1.0)
+    return hardware.float8_flops, relative, 1.0
 
 
 @lru_cache(maxsize=1024)
@@ -343,7 +336,7 @@ def _routed(workload: Workload, layer: Layer, rates: Rates, constants: TimeConst
     if not experts.num_experts:
         return 0.0
     local, tp = max(1.0, experts.num_experts / workload.layout.ep), workload.layout.tp
-    if not workload.trainer.splits_experts:  # experts are whole, and each rank sends its part of a sequence
+    if not workload.splits_experts:  # experts are whole, and each rank sends its part of a sequence
         tokens, tp = tokens / tp, 1
         rates = replace(rates, flops=rates.wide_flops, traffic=rates.wide_traffic, cast=0.0)  # not in float8 either
     routed = rates.matmuls(tokens * experts.top_k, expert_matmuls(layer, tp), local)

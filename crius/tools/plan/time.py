@@ -5,7 +5,6 @@ once per step, and the optimizer. Sources: Narayanan et al. 2021 (arXiv:2104.044
 (2205.05198), the Ultra-Scale Playbook. Numbers that they lack are in ``rates.TimeConstants``.
 """
 
-import math
 from dataclasses import dataclass
 
 from crius.config.pipeline import stages_of_ranks
@@ -141,12 +140,11 @@ class Communication:
         """
         work, c = self._workload, self._constants
         gather, again, reduce = self._gathers()
-        cost = c.overlap_cost if work.trainer.waits is None else work.trainer.waits
+        cost = c.overlap_cost
         if self._layout.pp > 1 and work.reshard != "always":
             return exposed(gather, forward, cost) + exposed(reduce, backward, cost), 0.0
-        count = work.num_microbatches
-        if work.reshard == "never" and count > 1 and work.trainer.keeps_weights:  # weights stay until the last
-            gather /= count
+        if work.gathers_once:  # weights stay until the last microbatch
+            gather /= work.num_microbatches
         each = exposed(gather, forward, cost)
         if work.gradient_sync == "deferred":
             alone = exposed(again, backward, cost)
@@ -188,7 +186,7 @@ class Communication:
         else:
             sent = 2 * self._collect(size, work.reduce_bytes)
         left = max(0.0, backward - sum(self._gathers()[1:]))
-        return exposed(sent, left, c.dp_exposed if work.trainer.reduces is None else work.trainer.reduces)
+        return exposed(sent, left, c.dp_exposed)
 
     def tensor(self) -> float:
         """Seconds per microbatch: two gathers and two scatters forward, one more gather backward, and recomputation."""
@@ -201,7 +199,7 @@ class Communication:
             again = 3.0 / work.selective_layers
         share = c.tp_exposed
         if work.async_tp:
-            share *= c.tp_async if work.trainer.overlaps_tensor is None else work.trainer.overlaps_tensor
+            share *= c.tp_async
         return share * (9 + again) * one * self._layers
 
     def context(self) -> float:
@@ -221,10 +219,7 @@ class Communication:
         sent = BYTES * self._tokens / self._layout.tp * self._model.top_k * self._model.dim
         one = all_to_all(self._layout.ep, 1, self._hardware, self._constants, sent)
         passes = 4 + 2 * recomputed(self._workload)[1]
-        share = self._constants.ep_exposed
-        if self._workload.stages_per_rank > 1:
-            share *= self._workload.trainer.overlaps_experts
-        return self._expert_layers * share * passes * one
+        return self._expert_layers * self._constants.ep_exposed * passes * one
 
     def pipeline(self) -> float:
         """Seconds per microbatch: activations to the next stages, and their gradients back."""
@@ -248,9 +243,6 @@ OPS = 60.0
 ROUTING = 1.4
 """Overlap of the wait for the routing with other work: 1: no overlap, infinity: full overlap."""
 
-EXPERTS = 8
-"""Experts per rank at which a host that loops over them waits for the routing as ``expert_torch`` says."""
-
 BUBBLE = {"interleave_zero_bubble": 1 / 3, "zbv_zero_bubble": 1 / 6, "dualpipev": 1 / 6}
 """Remaining share of 1F1B's bubble (arXiv:2401.10241). No published row validates it."""
 
@@ -271,7 +263,7 @@ class _Step:
 
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
         self._workload, self._hardware, self._constants = workload, hardware, constants
-        self._rates = rates(workload, hardware, constants)
+        self._rates = workload.part(rates)(workload, hardware, constants)
         self._forward = forward(workload, self._rates, constants)
         self._sent = Communication(workload, hardware, constants)
 
@@ -333,8 +325,8 @@ class _Step:
     def _idle(self, busy: float, scale: float, passes: float) -> float:
         """Seconds that the processor waits for the host to launch and to route, in passes of ``busy`` seconds or more.
 
-        A GPU computes while the host launches ahead. At every layer of experts it waits for the routing; in Crius only
-        if rows leave the rank. A CPU launches nothing ahead, and launches each expert's matmuls separately.
+        A GPU computes while the host launches ahead. At every layer of experts it waits for the routing if rows leave
+        the rank. A CPU launches nothing ahead, and launches each expert's matmuls separately.
         """
         workload = self._workload
         layers = scale * workload.model.num_layers / workload.layout.pp
@@ -345,25 +337,16 @@ class _Step:
             each = 3 * experts / OPS * (workload.model.num_experts > 0)
             return launch * (1 + each)
         routing = 0.0
-        is_told = workload.layout.ep > 1 or workload.trainer.splits_experts
-        if workload.model.is_routed and is_told:
+        if workload.model.is_routed and (workload.layout.ep > 1 or workload.splits_experts):
             routing = share * layers * self._constants.expert_seconds * self._rates.experts / 2
-            if workload.trainer.loops_over_experts:
-                routing *= math.sqrt(experts / EXPERTS)
         return float(((busy**4 + launch**4) ** (ROUTING / 4) + routing**ROUTING) ** (1 / ROUTING) - busy)
 
 
 def _stages(workload: Workload) -> tuple[int, int]:
-    """Most layers of a pipeline rank, and layers of the rank with the output layer.
-
-    Crius splits by cost. In other trainers all ranks have as many layers as the first, and the last has the rest.
-    """
+    """Most layers of a pipeline rank, and layers of the rank with the output layer."""
     count, degree = workload.model.num_layers, workload.layout.pp
     if degree == 1:
         return 0, count
-    if not workload.trainer.balances_time:
-        each = -(-count // degree)
-        return each, max(0, count - (degree - 1) * each)
     sizes = workload.stage_layers or stage_layers(workload.model, degree * workload.stages_per_rank, workload.seq_len)
     held = stages_of_ranks(workload.schedule, degree, len(sizes))
     last = next(rank for rank, stages in enumerate(held) if len(sizes) - 1 in stages)

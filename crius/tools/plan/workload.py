@@ -1,12 +1,11 @@
 """``Workload``: everything except the hardware that decides the memory and time of a step. Torch-free.
 
-It comes from a ``RunConfig``, from a row of published measurements, or from the search. ``Trainer``: what a trainer
-keeps, fuses and overlaps; trainers other than Crius are in ``benchmarks/planner/trainers.py``.
+It comes from a ``RunConfig``, or from the search.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from crius.config.layout import Layout
 from crius.config.low_precision import converts_output, is_enabled, kind, linear_choices
@@ -23,79 +22,7 @@ from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
 
 Pointwise = Literal["operators", "norms", "silu", "fused"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Trainer:
-    """Properties of a trainer: first of memory, then of time. If a factor is None, the fitted constant of that name
-    holds.
-
-    Attributes:
-        gathers_keys: context parallelism keeps the keys and values of the whole sequence.
-        keeps_gathered: tensor parallelism keeps the gathered input of a matmul, not the rank's part of the sequence.
-        pointwise: tensors that norms and gates keep, unless they are compiled.
-        selects_ops: selective checkpointing keeps the results of some ops; otherwise it recomputes the core of
-            attention, which fused attention does not keep anyway.
-        is_traced: forward, loss and backward are one graph, which keeps only tensors that it reads again.
-        receives_all: a pipeline allocates its received tensors once for all microbatches.
-        ends_stay: embedding and output layer are one unit of FSDP, gathered and with whole gradients until the end of a
-            microbatch.
-        gathers_logits: tensor parallelism gathers the logits of the whole vocabulary before the loss.
-        balances_memory: for memory, pipeline stages are balanced by cost; otherwise by the number of layers.
-        eager_logit_bytes: bytes per logit in the backward of an eager loss.
-        split_logit_bytes: further bytes if the vocabulary is split, or the logits of its parts are gathered.
-        kept: factor on the memory that layers keep, except with full recomputation.
-        balances_time: for time, pipeline stages are balanced by cost; otherwise all ranks have the same number of
-            layers, except the last, which has the rest.
-        own_kernels: attention reaches the speed of the GPU's fastest kernel, not only FlashAttention-2's.
-        attention: factor on the speed of attention.
-        elementwise: number of times that a layer's activations cross the memory; None: as in eager or compiled PyTorch.
-        float8: share of float8's peak relative to bfloat16's efficiency, before Blackwell and on it; None: torchao's.
-        fuses_casts: quantizing is one kernel without compilation too.
-        casts_once: weights that stay on their rank are quantized once per step.
-        waits: share of the compute by which hidden communication slows it.
-        keeps_weights: ``reshard never`` gathers once per step, not in each microbatch.
-        reduces: share of the replicas' reduction that is not hidden.
-        overlaps_tensor: factor on the exposed communication of tensor parallelism if it is overlapped.
-        overlaps_experts: factor on the exposed all-to-alls if a pipeline rank has several stages.
-        experts: factor on permutation and routing to experts.
-        loops_over_experts: the host launches each expert of a rank by itself, so it waits for the expert's rows.
-        splits_experts: tensor parallelism splits each expert if it has more ranks than the ranks that share experts;
-            otherwise it splits none, and each of its ranks sends its part of a sequence to them.
-        bias: logarithm of the factor by which its compute is slower than the other constants predict.
-    """
-
-    gathers_keys: bool = True
-    keeps_gathered: bool = True
-    pointwise: Pointwise = "silu"
-    selects_ops: bool = True
-    is_traced: bool = False
-    receives_all: bool = True
-    ends_stay: bool = False
-    gathers_logits: bool = False
-    balances_memory: bool = True
-    eager_logit_bytes: float = 12.0  # log-probabilities in float32, their gradient, its gradient
-    split_logit_bytes: float = 4.0
-    kept: float = 1.0
-    balances_time: bool = True
-    own_kernels: bool = False
-    attention: float = 1.0
-    elementwise: float | None = None
-    float8: tuple[float, float] | None = None
-    fuses_casts: bool = False
-    casts_once: bool = False
-    waits: float | None = None
-    keeps_weights: bool = True
-    reduces: float | None = None
-    overlaps_tensor: float | None = None
-    overlaps_experts: float = 1.0
-    experts: float | None = None
-    loops_over_experts: bool = True
-    splits_experts: bool = False
-    bias: float | None = None
-
-
-CRIUS = Trainer(loops_over_experts=False)
+Part = TypeVar("Part")
 
 
 Precision = Literal["float32", "bfloat16", "float8", "mxfp8", "nvfp4"]
@@ -124,7 +51,7 @@ class Workload:
         compile: whether every block is compiled.
         precision: precision of the matmuls of the blocks; the output layer and attention stay in bfloat16 below
             float32.
-        float8_recipe: recipe of torchao or TransformerEngine: ``tensorwise``, ``rowwise``, ...; empty: the trainer's.
+        float8_recipe: recipe of torchao or TransformerEngine: ``tensorwise``, ``rowwise``, ...; empty: not stated.
         float8_all_gather: whether FSDP gathers weights in float8.
         weight_bytes: bytes of one stored weight: 4 for float32.
         param_bytes: bytes of one weight while it computes: 2 for bfloat16.
@@ -139,12 +66,13 @@ class Workload:
         score_tokens: for ``chunked``: tokens of these that are scored in float32 at a time.
         optimizer: ``fused``, ``foreach`` or ``for-loop``.
         cpu_offload: whether weights, gradients and optimizer state are in the host's memory between their uses.
-        trainer: trainer, which decides what is fused, kept and overlapped.
         pointwise: tensors that norms and gates keep for their backward. ``operators``: all, as PyTorch differentiates
             them on a CPU; ``norms``: all of norms, but only the inputs of gates; ``silu``: also the gate before and
             after its activation, as in eager PyTorch on a GPU; ``fused``: only their inputs. None: ``fused`` if blocks
-            are compiled, else the trainer's.
+            are compiled, else ``silu``.
         muon: whether matrices of the layers keep one running mean, not two.
+        splits_experts: whether tensor parallelism splits each expert if it has more ranks than the ranks that share
+            experts; otherwise it splits none, and each of its ranks sends its part of a sequence to them. Crius: false.
         sequence_parallel: whether a rank has its part of the sequence between the matmuls of tensor parallelism.
         stage_layers: layers of each pipeline stage in order; empty: as even in cost as possible.
         keeps_mask: whether attention under context parallelism keeps an explicit mask, as a CPU's kernels do.
@@ -179,9 +107,9 @@ class Workload:
     score_tokens: int = 0
     optimizer: str = "fused"
     cpu_offload: bool = False
-    trainer: Trainer = CRIUS
     pointwise: Pointwise | None = None
     muon: bool = False
+    splits_experts: bool = False
     sequence_parallel: bool = True
     stage_layers: tuple[int, ...] = ()
     keeps_mask: bool = False
@@ -198,7 +126,23 @@ class Workload:
     def expert_ranks(self) -> int:
         """Number of neighbouring ranks that together have the experts of a layer once."""
         layout = self.layout
-        return max(layout.ep, layout.tp) if self.trainer.splits_experts else layout.ep
+        return max(layout.ep, layout.tp) if self.splits_experts else layout.ep
+
+    @property
+    def received(self) -> int:
+        """Microbatches whose received tensors a pipeline rank has memory for: it allocates them once for all."""
+        return self.num_microbatches
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether FSDP gathers the forward's weights once per step, not in each microbatch."""
+        return self.reshard == "never"
+
+    def part(self, usual: Part) -> Part:
+        """The function or class ``usual`` that computes a part of the plan. The validation on published runs replaces
+        parts by those of other trainers (``benchmarks/planner/trainers.py``).
+        """
+        return usual
 
     @property
     def tokens(self) -> float:
