@@ -1,6 +1,7 @@
 """``crius bench``: what it times, what it makes of the times, and what it refuses."""
 
 import importlib
+import importlib.util
 import json
 import shlex
 
@@ -13,6 +14,7 @@ from crius.cli.bench import MOVED
 from crius.config.low_precision import linear_choices
 from crius.config.training import FORMATS
 from crius.models.layers import Linear
+from crius.tools import bench as tools_bench
 from crius.tools.bench import quantize, speedups
 from crius.tools.bench.result import Samples
 from crius.train.inputs import describe_model
@@ -137,6 +139,13 @@ def test_the_table_marks_what_loses_and_says_that_emulation_is_no_speed():
 def test_a_wrong_call_exits_with_2_and_says_why(arguments, said, capsys):
     assert cli.main(["bench", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", tools_bench.MOVED)
+def test_a_module_that_moved_says_where_it_is(name):
+    with pytest.raises(ModuleNotFoundError, match=f"crius.tools.bench.{name} has moved: it is benchmarks.{name}, in"):
+        importlib.import_module(f"crius.tools.bench.{name}")
+    assert importlib.util.find_spec(f"benchmarks.{name}")
 
 
 @pytest.mark.parametrize("verb", MOVED)
