@@ -12,7 +12,7 @@ _known: dict[tuple[int, str], tuple[App, Any, ArgumentCollection]] = {}
 
 def assemble(app: App, **options: Any) -> ArgumentCollection:
     """``App.assemble_argument_collection``, from what it gave the first time."""
-    key = (id(app), repr(options))
+    key = (id(app), repr((app.app_stack.default_parameter, options)))  # a command found through its parents inherits
     if key not in _known or _known[key][1] is not app.default_command:
         _known[key] = (app, app.default_command, _assemble(app, **options))
     return _unused(_known[key][2])

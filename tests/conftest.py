@@ -5,6 +5,7 @@ import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"  # results depend on the thread count in the last bits
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a thousand programs compiles all of Crius anew
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 

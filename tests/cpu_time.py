@@ -1,7 +1,8 @@
 """A pytest plugin: the CPU seconds of each test and its children, held against ``budget.toml``.
 
 CPU seconds, because wall time depends on what else the machine does. A session of a suite fails when one of its tests
-takes more than its share, or when the suite takes more than its budget. ``--cpu-times FILE`` joins several sessions.
+takes more than its share, or when the suite takes more than its budget, each times ``noise``. ``--cpu-times`` joins
+several sessions.
 ``python tests/cpu_time.py FILE SUITE NAME COMMAND ...`` adds a command that is no test.
 """
 
@@ -60,17 +61,18 @@ def over_budget(times: dict[str, dict[str, float]], budget: dict) -> list[str]:
         times: CPU seconds by suite, and by the id of each test.
         budget: what ``budget.toml`` says.
     """
+    noise = budget["noise"]
     lines = []
     for suite, most in budget["most_of_a_test"].items():
         tests = times.get(suite, {})
         lines += [
             f"{name}: {tests[name]:.1f} CPU seconds, a test of this suite has {most}"
             for name in sorted(tests, key=tests.__getitem__, reverse=True)
-            if tests[name] > most and "::" in name
+            if tests[name] > most * noise and "::" in name
         ]
     for name, seconds in totals(times).items():
         allowed = limits(budget)[name]
-        if seconds > allowed:
+        if seconds > allowed * noise:
             lines.append(f"suite {name}: {seconds:.0f} CPU seconds, its budget is {allowed}")
     return lines
 

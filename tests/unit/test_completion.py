@@ -83,6 +83,7 @@ def until(terminal, pattern):
     return text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "want"),
     [

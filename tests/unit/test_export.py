@@ -131,6 +131,7 @@ def test_what_transformers_saved_comes_back(tmp_path, alone, kind, changes):
     assert generation == json.loads((source / "generation_config.json").read_text())
 
 
+@pytest.mark.full
 def test_a_run_becomes_what_transformers_loads_with_the_same_logits(run_dir, tmp_path, capsys, compared_here):
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf")]) == 0
     said = capsys.readouterr().out
@@ -147,6 +148,7 @@ def test_a_run_becomes_what_transformers_loads_with_the_same_logits(run_dir, tmp
     assert "training.seq_len = 32" in card and "optimizer.beta1" not in card and "data.path" not in card
 
 
+@pytest.mark.full
 def test_other_logits_are_refused_and_nothing_stays(run_dir, tmp_path, monkeypatch, capsys, compared_here):
     right = exporting.config_of
     monkeypatch.setattr(exporting, "config_of", lambda *of: {**right(*of), "rope_theta": 4e5})
@@ -272,6 +274,7 @@ def test_a_model_without_names_of_hugging_face_says_which_are_missing(run_dir, t
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 @given(st.text())
 def test_the_byte_tokenizer_as_a_file_has_the_ids_of_bytes(text):
     tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer()))

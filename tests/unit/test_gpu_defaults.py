@@ -76,7 +76,8 @@ def test_a_verb_looks_at_the_machine_or_at_the_one_that_it_stands_for(gpus, is_d
     monkeypatch.setattr(sys.modules["crius.cli.app"], "missing_for_compile", lambda environ: lacks)
     facts = bench.facts_of(parse([]), 0, None, is_dry=is_dry)
     assert f"{facts.config.compile.enable} {capsys.readouterr().err}".strip() == want
-    assert bench._checked(parse([])).config.compile.enable == (gpus > 0 and not lacks), "what is timed is run here"
+    here = bench.facts_of(parse([]), 0, None).config
+    assert here.compile.enable == (gpus > 0 and not lacks), "what is timed is run here"
 
 
 @pytest.mark.parametrize("value", ["true", "false"])

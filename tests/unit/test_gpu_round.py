@@ -44,6 +44,7 @@ def call(*arguments, timeout=280, **environ):
     )
 
 
+@pytest.mark.full
 def test_a_dry_run_of_one_step_writes_rows_and_a_table_and_prints_the_table_last(tmp_path):
     done = call("check", "--dry", "--only", "machine", OUT=str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -87,6 +88,7 @@ def test_the_steps_of_a_command_are_listed(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(command.COMMANDS["ranks"][0])
 
 
+@pytest.mark.full
 def test_a_killed_command_leaves_whole_files_and_no_program(tmp_path):
     environ = {**os.environ, "OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
     arguments = [sys.executable, "-m", "benchmarks.gpu", "check", "--dry", "--only", "runs"]
@@ -292,6 +294,7 @@ def test_a_resumed_run_has_the_same_bits_and_has_resumed(again, output, ok, tmp_
     assert rows_in(tmp_path) == [("", "eager", ok)]
 
 
+@pytest.mark.slow
 def test_one_run_beside_a_cpu_is_right_in_a_dry_run(tmp_path, monkeypatch):
     """The cheapest of the 33, which all run in the slow test."""
     monkeypatch.setattr(runs, "RUNS", [run for run in runs.RUNS if run.name == "bfloat16"])

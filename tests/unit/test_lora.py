@@ -272,6 +272,7 @@ def test_a_run_of_lora_is_a_model_wherever_one_is_taken(tuned, base, tmp_path):
     assert open_weights(str(tmp_path / "more")).adapters.base["path"] == f"{tuned}/checkpoints/step-00000002"
 
 
+@pytest.mark.full
 def test_an_export_is_of_peft_unless_another_is_asked_for(tuned, tmp_path):
     done = crius("export", str(tuned), str(tmp_path / "peft"), "--json")
     assert done.returncode == 0, done.stderr
@@ -287,6 +288,7 @@ def test_an_export_is_of_peft_unless_another_is_asked_for(tuned, tmp_path):
     assert merged.returncode == 0 and "as LlamaForCausalLM" in merged.stdout, merged.stderr
 
 
+@pytest.mark.full
 def test_adapters_are_rounded_after_their_logits_are_compared(tuned, tmp_path):
     rounded = crius("export", str(tuned), str(tmp_path / "rounded"), "--dtype", "bfloat16", "--json")
     assert rounded.returncode == 0, rounded.stderr
@@ -296,6 +298,7 @@ def test_adapters_are_rounded_after_their_logits_are_compared(tuned, tmp_path):
     assert dtypes == {"BF16"}
 
 
+@pytest.mark.full
 def test_a_base_that_is_gone_or_another_one_is_refused_with_its_place(tuned, base, tmp_path):
     shutil.copytree(tuned, tmp_path / "run")
     shutil.move(base, tmp_path / "elsewhere")
@@ -316,6 +319,7 @@ def test_a_base_that_is_gone_or_another_one_is_refused_with_its_place(tuned, bas
         shutil.move(tmp_path / "elsewhere", base)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", ["layers.0.attention.wq.lora_A", "layers.3.feed_forward.w2.lora_B"])
 def test_adapters_that_are_not_those_of_the_settings_are_refused(key, tuned):
     """One is missing, another is of another shape, or the checkpoint does not say what its base was."""

@@ -22,6 +22,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_512_gpus_take_seconds_and_no_torch():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [
@@ -117,6 +118,7 @@ def test_an_impossible_case_says_how_many_gpus_and_what_to_change(plan, planned)
     assert any(one["fits"] for one in found["remedies"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "host", "is_proposed"),
     [
@@ -132,6 +134,7 @@ def test_offloading_is_proposed_where_a_host_may_hold_it_and_nobody_refused(case
     assert ("with --training.enable_cpu_offload:" in out) == is_proposed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "name", "count"),
     [
@@ -155,6 +158,7 @@ def test_flags_of_a_plan_with_experts_are_those_of_a_run(planned):
     assert run.parallelism.total_ranks(64) == 64
 
 
+@pytest.mark.full
 def test_float8_makes_linears_faster_and_leaves_experts_as_they_are(planned):
     flags = ["--gpus", "64", "--gpu", "b200", "--seq_len", "4096", "--parallelism.tensor_parallel_degree", "1"]
     low = {"bfloat16": [], "float8": ["--precision", "float8"], "mxfp8": ["--quantize.dense.mxfp8.enable"]}

@@ -61,6 +61,7 @@ def test_a_plan_is_12_lines_and_its_command_is_that_run(name, plan, planned):
     )
 
 
+@pytest.mark.full
 def test_a_faster_layout_that_is_not_taken_is_explained_in_the_12_lines(plan):
     tied = plan("--flavor", "70b", "--gpus", "256", "--gpu", "a100")[1].splitlines()
     assert len(tied) <= 12
@@ -74,6 +75,7 @@ def run_dry(flags, placement):
     assert cli.main(["train", *flags, "--dry_run"]) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [
@@ -116,6 +118,7 @@ def test_a_plan_without_measurements_says_so_before_it_recommends(plan):
     assert impossible[1] == lines[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "end"),
     [
@@ -142,6 +145,7 @@ def test_what_does_not_fit_ends_with_a_command_that_does(plan, planned, flags, e
         assert planned(*command)[1]["fits"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["deepseek-v2-lite-16b", "q32.toml"])
 def test_of_a_model_that_is_not_trainable_no_command_is_printed(plan, planned, tmp_path, monkeypatch, model):
     """There is none that a run takes; the flags of its layout hold for the day on which there is."""

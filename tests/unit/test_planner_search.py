@@ -66,6 +66,7 @@ def winners(found):
     return {name: best(one.fitting, one.case.hardware) for name, one in found.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_with_the_settings_is_what_was_planned_and_its_rules_hold(name, found, winners):
     """Of the winner, and of the best of each set of axes: what a plan says is what the flags do."""
@@ -227,6 +228,7 @@ def test_what_is_accumulated_counts_in_the_fewest_gpus():
     assert fewest_gpus(case(gpus=4, gpu="l4", seq_len=4096, optimizer__state_dtype="8bit")) == 5
 
 
+@pytest.mark.full
 def test_ranks_of_a_cpu_share_its_memory():
     whole = case("1b", gpus=1, gpu="cpu", seq_len=512, training__device="cpu")
     assert whole.on(4).hardware.memory_bytes * 4 == whole.hardware.memory_bytes
@@ -247,6 +249,7 @@ def test_reshard_groups_are_part_of_the_shards(group, found):
         assert isinstance(replace_fields(one.config, settings).parallelism.reshard_after_forward_mode, int)
 
 
+@pytest.mark.full
 def test_an_impossible_case_names_the_fewest_gpus():
     one = case(gpus=1, gpu="rtx-4090")
     with pytest.raises(LayoutError, match="does not fit on 1 x rtx-4090") as error:

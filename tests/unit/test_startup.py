@@ -49,6 +49,7 @@ def torch_seconds():
     return min(run("-c", "import torch")[1] for _ in range(2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
@@ -75,6 +76,7 @@ def test_it_answers_at_once_and_without_torch(argv, code, said, tmp_path, torch_
     assert min(spent) < SHARE * torch_seconds
 
 
+@pytest.mark.full
 def test_train_py_takes_the_flags_of_crius_train():
     script, verb = run("train.py", "--help")[0], run("-m", "crius", "train", "--help")[0]
     assert (script.returncode, script.stdout) == (0, verb.stdout)
@@ -114,6 +116,7 @@ def test_doctor_says_the_line_that_installs_a_missing_package(package, capsys, m
     assert out.rstrip().endswith("not ready: see the lines above" if required else "ready: crius train")
 
 
+@pytest.mark.full
 def test_an_install_line_leaves_compiling_possible():
     """Whoever looks for the module pip makes setuptools' import hook choose the standard library's distutils."""
     code = "from crius.plugins import install_line; print(install_line('a', 'b>1')); import torch.utils.cpp_extension"
