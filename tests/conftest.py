@@ -21,7 +21,6 @@ from xdist.scheduler import LoadScopeScheduling
 torch.set_num_threads(1)  # no thread pool in this process: workers are forked from it
 
 pytest_plugins = ["cpu_time", "suites", "workers"]
-BY_FILE = ("distributed", "parity", "journeys", "cuda_fake")  # standing workers and earlier rows are of a file
 
 
 def suite_folder(tmp_path_factory):
@@ -65,16 +64,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-class ByFolder(LoadScopeScheduling):
-    """Several processes (``pytest -n``): the tests of a file of ``BY_FILE`` are one process's, and so are the commands
-    of a page, which build on each other; others are anyone's."""
+class ByFile(LoadScopeScheduling):
+    """Several processes (``pytest -n``): the tests of a file are one process's, since they share fixtures and standing
+    workers. So are the commands of a page, which build on each other."""
 
     def _split_scope(self, nodeid):
-        file = nodeid.split("::")[0]
         if "test_documented_command_runs[" in nodeid:
             return nodeid.split(".md: ")[0]
-        return file if file.split("/")[-2] in BY_FILE else nodeid
+        return nodeid.split("::")[0]
 
 
 def pytest_xdist_make_scheduler(config, log):
-    return ByFolder(config, log)
+    return ByFile(config, log)

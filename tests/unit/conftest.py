@@ -1,6 +1,7 @@
 """What the tests of several verbs share."""
 
 import json
+import logging
 import sys
 
 import pytest
@@ -32,3 +33,12 @@ def planned(plan):
         return code, json.loads(out)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before():
+    """A run in this process gives the log handlers, a level and no parent."""
+    logger = logging.getLogger("crius")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate, logger.level = before
