@@ -21,6 +21,7 @@ import pytest
 
 BUDGET = Path(__file__).parent / "budget.toml"
 PROPERTY = "cpu seconds"
+PAGES = "pages"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -63,7 +64,7 @@ def over_budget(times: dict[str, dict[str, float]], budget: dict) -> list[str]:
     """
     noise = budget["noise"]
     most = budget["most_of_a_test"]
-    tests = {name: seconds for suite in ("test", "full") for name, seconds in times.get(suite, {}).items()}
+    tests = {name: seconds for suite in ("test", PAGES, "full") for name, seconds in times.get(suite, {}).items()}
     lines = [
         f"{name}: {tests[name]:.1f} CPU seconds, a test that is not slow has {most}"
         for name in sorted(tests, key=tests.__getitem__, reverse=True)
@@ -77,9 +78,10 @@ def over_budget(times: dict[str, dict[str, float]], budget: dict) -> list[str]:
 
 
 def totals(times: dict[str, dict[str, float]]) -> dict[str, float]:
-    """CPU seconds of ``make test``, and of it with ``make test-full``."""
-    test, full = (sum(times.get(suite, {}).values()) for suite in ("test", "full"))
-    return {"test": test, "both": test + full}
+    """CPU seconds of ``make test`` without the pages that a change brought into it, and of both suites."""
+    test = sum(times.get("test", {}).values())
+    others = sum(sum(times.get(suite, {}).values()) for suite in (PAGES, "full"))
+    return {"test": test, "both": test + others}
 
 
 def by_folder(tests: dict[str, float]) -> dict[str, float]:
@@ -101,7 +103,7 @@ class CpuTimes:
         self.file = Path(file) if file else None
         self.suite = suite
         self.reports = reports
-        self.tests: dict[str, float] = {}
+        self.times: dict[str, dict[str, float]] = read_times(self.file) if self.file else {}
         self.over: list[str] = []
         self.before = 0.0
 
@@ -120,23 +122,21 @@ class CpuTimes:
     def pytest_runtest_logreport(self, report):
         seconds = dict(report.user_properties).get(PROPERTY)
         if seconds is not None:
-            self.tests[report.nodeid] = seconds
+            suite = PAGES if self.suite == "test" and "page" in report.keywords else self.suite or "none"
+            self.times.setdefault(suite, {})[report.nodeid] = seconds
 
     def pytest_sessionfinish(self, session):
         if not self.reports:
             return
-        times = read_times(self.file) if self.file else {}
-        suite = times.setdefault(self.suite or "none", {})
-        suite.update(self.tests)
         if self.file:
-            self.file.write_text(json.dumps(times))
-        self.times = times
-        self.over = over_budget(times, tomllib.loads(BUDGET.read_text()))
+            self.file.write_text(json.dumps(self.times))
+        self.over = over_budget(self.times, tomllib.loads(BUDGET.read_text()))
         if self.over and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter):
-        folders = by_folder(self.times[self.suite or "none"])
+        pages = self.times.get(PAGES, {}) if self.suite == "test" else {}
+        folders = by_folder(self.times.get(self.suite or "none", {}) | pages)
         if folders:
             parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in folders.items())
             terminalreporter.write_line(f"cpu seconds: {parts}")

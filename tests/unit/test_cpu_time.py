@@ -108,18 +108,20 @@ def test_children_count_for_the_test_that_they_work_for(planted, processes):
 
 def test_sessions_and_commands_add_up(tmp_path, monkeypatch):
     """The file has the tests of earlier sessions; the sum of all is judged."""
-    (tmp_path / "budget.toml").write_text("noise = 1.0\nmost_of_a_test = 9\n[suites]\ntest = 9\nboth = 1.9\n")
+    (tmp_path / "budget.toml").write_text("noise = 1.0\nmost_of_a_test = 9\n[suites]\ntest = 9\nboth = 1.85\n")
     monkeypatch.setattr(cpu_time, "BUDGET", tmp_path / "budget.toml")
     file = tmp_path / "times.json"
     assert cpu_time.main(str(file), "test", "lint", sys.executable, "-c", BURN.format(seconds=0.3) + "exit(3)") == 3
-    assert 0.3 <= json.loads(file.read_text())["test"]["lint"] < 1
+    assert 0.3 <= json.loads(file.read_text())["test"]["lint"] < 0.6
     codes = []
-    for suite, seconds in (("test", 0.5), ("full", 0.3), ("full", 0.8)):
+    for suite, seconds, keywords in (("test", 0.5, ()), ("test", 0.3, ("page",)), ("full", 0.8, ("page",))):
         session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
         plugin = cpu_time.CpuTimes(str(file), suite, reports=True)
         name = f"tests/unit/test_{seconds}.py::test_one"
-        plugin.pytest_runtest_logreport(SimpleNamespace(nodeid=name, user_properties=[(cpu_time.PROPERTY, seconds)]))
+        measured = [(cpu_time.PROPERTY, seconds)]
+        plugin.pytest_runtest_logreport(SimpleNamespace(nodeid=name, user_properties=measured, keywords=keywords))
         plugin.pytest_sessionfinish(session)
         codes.append(session.exitstatus)
     assert codes == [pytest.ExitCode.OK, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED]
-    assert plugin.over == ["suite both: 2 CPU seconds, its budget is 1.9"]
+    assert plugin.over == ["suite both: 2 CPU seconds, its budget is 1.85"]
+    assert cpu_time.totals(plugin.times) == pytest.approx({"test": 0.8, "both": 1.9}, abs=0.3)
