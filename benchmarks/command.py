@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import crius
+from crius.cli import import_named
 from crius.cli.app import SOURCES, facts_of
 from crius.cli.settings import checked_run_of
 from crius.config import rules
@@ -56,8 +57,11 @@ def parser_of(about: str | None, *, prints_json: bool = True) -> argparse.Argume
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options of a program, and all other flags, which are those of ``crius train``."""
-    return parser.parse_known_args(normalized_argv(sys.argv[1:] if argv is None else argv))
+    """The options of a program, and all other flags, which are those of ``crius train``. Models of ``--import`` and
+    ``CRIUS_IMPORT`` are registered.
+    """
+    given = import_named(list(sys.argv[1:] if argv is None else argv))
+    return parser.parse_known_args(normalized_argv(given))
 
 
 def facts_from(flags: Sequence[str], *, is_dry: bool = False) -> Facts:
@@ -119,3 +123,6 @@ def end_with(main: Callable[[], int]) -> NoReturn:
     except CriusError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:  # a folder or a file that cannot be written
+        print(error, file=sys.stderr)
+        sys.exit(1)

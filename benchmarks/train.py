@@ -54,11 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = options.warmup + options.rounds * options.steps_per_round
     variants = {}
     argvs = {}
+    fix = 'flags of train, as --vs "--compile.enable"'
+    if "" in options.vs:
+        raise ConfigError("--vs has no flag of a run.", where="--vs", fix=fix)
     for name in ("", *options.vs):
         try:
             given = [*flags, *shlex.split(name)]
         except ValueError as error:
-            fix = 'flags of train, as --vs "--compile.enable"'
             raise ConfigError(f"--vs {name!r} cannot be read: {error}.", where="--vs", fix=fix) from None
         facts_from(given, is_dry=True)
         refuse_given(("job.run_dir", "job.name"), "a timed run leaves no folder")

@@ -82,7 +82,7 @@ def verbs() -> str:
 
 def _verbs(parent: App, path: tuple[str, ...]) -> Iterator[str]:
     """The verbs below ``parent``: those of the first level in the order of VERBS, others by name."""
-    names = [name for name in parent if not name.startswith("-")]
+    names = [name for name in parent if not name.startswith("-") and parent[name].show]
     for name in sorted(names, key=lambda name: (list(VERBS).index(name) if not path else 0, name)):
         verb, words = parent[name], (*path, name)
         head = f"{'#' * (1 + len(words))} crius {' '.join(words)}"

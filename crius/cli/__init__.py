@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_parsed = False
     parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)
     try:
-        arguments = _import_models(arguments)
+        arguments = import_named(arguments)
         add_verbs(arguments[0] if arguments else "")
         arguments = HELP_PAGE.choose(arguments, app)
         command, bound, _ = parse(arguments)
@@ -91,7 +91,7 @@ def add_verbs(verb: str = "") -> None:
         importlib.import_module(f"crius.cli.{name}")
 
 
-def _import_models(arguments: list[str]) -> list[str]:
+def import_named(arguments: list[str]) -> list[str]:
     """``arguments`` without ``--import MODULE``, after the models of these modules and of ``CRIUS_IMPORT`` are
     registered.
 

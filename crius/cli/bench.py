@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from crius.cli.app import ConfigFiles, Json, Recipe, Run, bench_app, facts_of, need_torch, refuse_given
+from crius.cli.app import COMMAND, ConfigFiles, Json, Recipe, Run, bench_app, facts_of, need_torch, refuse_given
 from crius.config import rules
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
@@ -83,7 +83,7 @@ def _answer(verb: str) -> None:
             f"crius bench {verb} has moved.",
             where="command line",
             why="what measures Crius itself is in its checkout, not in the package; run there:",
-            fix=shlex.join(["python", "-m", f"benchmarks.{MOVED[verb]}", *words]),
+            fix=shlex.join(["python", "-m", f"benchmarks.{MOVED[verb]}", *COMMAND[2:]]),
         )
 
 

@@ -84,9 +84,10 @@ def test_the_reference_has_every_verb_and_flag(generated):
     assert heads == list(VERBS)
     from crius.cli import app
 
-    below = [f"### crius {verb} {name}" for verb in VERBS for name in app[verb] if not name.startswith("-")]
+    below = {name: app[verb][name].show for verb in VERBS for name in app[verb] if not name.startswith("-")}
+    heads = re.findall(r"^### crius \w+ (\w+)$", generated.verbs(), re.MULTILINE)
+    assert set(heads) == {name for name, is_shown in below.items() if is_shown}
     text = generated.verbs()
-    assert below and all(f"{head}\n\n" in text for head in below)
     assert "- `--dry_run`: " in text and "--training.steps`:" not in text
 
 

@@ -15,7 +15,7 @@ class _Moved(importlib.abc.MetaPathFinder):
         package, _, name = fullname.rpartition(".")
         if package == __name__ and name in MOVED:
             text = f"{fullname} has moved: it is benchmarks.{name}, in a checkout of Crius."
-            raise ModuleNotFoundError(text, name=fullname)
+            raise ModuleNotFoundError(text)
 
 
 sys.meta_path.append(_Moved())
