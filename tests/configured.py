@@ -11,8 +11,8 @@ from crius.cli.app import SOURCES
 from crius.config.load import DEFAULT_RECIPE, recipe_settings
 from crius.config.run import RunConfig, replace_fields
 
-SPREAD = {"model.from_hf", "checkpoint.init_from", "training.epochs"}
-"""Settings that decide about others: the parser spreads them."""
+SPREAD = {"model.from_hf", "model.name", "model.flavor", "data.source", "checkpoint.init_from", "training.epochs"}
+"""Settings that decide about others, or whose names the parser corrects."""
 
 
 def configured(flags: list[str]) -> tuple[RunConfig, Callable[[str], str]]:
@@ -41,8 +41,9 @@ def _given(flags: list[str]) -> dict[str, list[str]]:
     name = ""
     for token in flags:
         if not token.startswith("--"):
-            texts = found[name][:-1]
-            found[name] = [*texts, token]
+            *before, last = found[name]
+            assert last == "True", f"{token} is a second value of --{name}"
+            found[name] = [*before, token]
             continue
         name, equals, text = token[2:].partition("=")
         is_off = ".no_" in name

@@ -6,6 +6,8 @@ import signal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"  # results depend on the thread count in the last bits
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a thousand programs compiles all of Crius anew
+for name in [name for name in os.environ if name.startswith("GIT_")]:  # from a hook of git
+    os.environ.pop(name)
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
@@ -20,7 +22,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)  # no thread pool in this process: workers are forked from it
 
-pytest_plugins = ["cpu_time", "suites", "workers"]
+pytest_plugins = ["suites", "cpu_time", "workers"]
 
 
 def suite_folder(tmp_path_factory):

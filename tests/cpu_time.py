@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import suites
 
 BUDGET = Path(__file__).parent / "budget.toml"
 PROPERTY = "cpu seconds"
@@ -93,7 +94,18 @@ def by_folder(tests: dict[str, float]) -> dict[str, float]:
 
 
 def read_times(file: Path) -> dict[str, dict[str, float]]:
-    return json.loads(file.read_text()) if file.exists() else {}
+    """Times of earlier sessions at this commit; another commit draws other rows."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found["times"] if found["commit"] == suites.commit() else {}
+
+
+def write_times(file: Path, times: dict[str, dict[str, float]]) -> None:
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({"commit": suites.commit(), "times": times}))
+    part.replace(file)
 
 
 class CpuTimes:
@@ -129,7 +141,7 @@ class CpuTimes:
         if not self.reports:
             return
         if self.file:
-            self.file.write_text(json.dumps(self.times))
+            write_times(self.file, self.times)
         self.over = over_budget(self.times, tomllib.loads(BUDGET.read_text()))
         if self.over and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -164,7 +176,7 @@ def main(file: str, suite: str, name: str, *command: str) -> int:
     code = subprocess.run(command, check=False).returncode
     times = read_times(Path(file))
     times.setdefault(suite, {})[name] = cpu_seconds() - before
-    Path(file).write_text(json.dumps(times))
+    write_times(Path(file), times)
     return code
 
 

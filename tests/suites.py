@@ -25,12 +25,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SUITES = ("test", "full", "all")
+RECIPES = "crius/recipes/"
 
 
 def git(*words, folder=ROOT):
     """What git prints, without the last line end; None where it fails or is missing."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+        # safe.directory: the checkout may belong to another user, as in a container
+        command = ["git", "-c", "safe.directory=*", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return done.stdout.rstrip("\n") if done.returncode == 0 else None
@@ -45,24 +48,28 @@ def commit():
 def compared_with(folder=ROOT):
     """The commit that a change is counted from, and its name for a reader.
 
-    It is the merge base with ``origin/main``, or the parent where that is HEAD itself or missing.
+    It is the merge base with ``origin/main``, or the parent where that is HEAD itself or missing. Without a parent, as
+    in a clone of depth 1, it is HEAD: only what is not committed counts.
     """
     head = git("rev-parse", "HEAD", folder=folder)
     base = git("merge-base", "HEAD", "origin/main", folder=folder)
     if base and base != head:
         return base, "the merge base with origin/main"
     parent = git("rev-parse", "--verify", "--quiet", "HEAD~1", folder=folder)
-    return parent, "the last commit" if parent else "no commit to compare with"
+    if parent:
+        return parent, "the last commit"
+    return head, "HEAD, which has no parent here" if head else "no commit to compare with"
 
 
+@functools.cache
 def changed_files(folder=ROOT):
     """Paths that differ from ``compared_with``, new and uncommitted files too; relative to the root."""
     base, _ = compared_with(folder)
     if base is None:
         return frozenset()
-    changed = git("diff", "--name-only", "--no-renames", base, folder=folder) or ""
-    new = git("ls-files", "--others", "--exclude-standard", folder=folder) or ""
-    return frozenset([*changed.splitlines(), *new.splitlines()])
+    changed = git("diff", "--name-only", "--no-renames", "--relative", "-z", base, folder=folder) or ""
+    new = git("ls-files", "--others", "--exclude-standard", "-z", folder=folder) or ""
+    return frozenset(name for name in f"{changed}\0{new}".split("\0") if name)
 
 
 def drawn(rows, by):
@@ -127,6 +134,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter, config):
     chosen = config.getoption("--suite")
     if chosen:
-        pages = sorted(path for path in changed_files() if path.endswith(".md"))
+        pages = sorted(path for path in changed_files() if path.endswith(".md") or path.startswith(RECIPES))
         terminalreporter.write_line(f"suite {chosen}: rows of matrices are drawn by {commit() or 'no commit'}")
-        terminalreporter.write_line(f"changed pages since {compared_with()[1]}: {', '.join(pages) or 'none'}")
+        terminalreporter.write_line(
+            f"changed pages and recipes since {compared_with()[1]}: {', '.join(pages) or 'none'}"
+        )

@@ -19,14 +19,14 @@ JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J3", "J4", "J5",
 REAL = {"J3"}
 """Journeys with the packages of make setup-real."""
 
-RECIPE = re.compile(r"--recipe (\w+)")
+RECIPE = re.compile(r"--recipe ([\w.]+)")
 
 
 def files_of(journey: str) -> list[str]:
     """The pages that a journey walks through, and the recipes that its commands name or take by default."""
     commands = [row.command for row in JOURNEYS[journey]]
     named = {name for command in commands for name in RECIPE.findall(command)}
-    recipes = [f"crius/recipes/{name}.toml" for name in sorted({*named, "llama3_debug"})]
+    recipes = [f"crius/recipes/{name}.toml" for name in sorted({*named, "llama3_debug", "verify"})]
     return [*rows.PAGES[journey], *recipes]
 
 

@@ -70,6 +70,7 @@ def place(tmp_path_factory):
     return here, {"PYTHONPATH": f"{site}:{ROOT}", "XDG_CACHE_HOME": str(here / "cache")}
 
 
+@pytest.mark.page("docs/plugins.md", "docs/extend.md")
 @pytest.mark.full
 def test_the_example_trains(place):
     here, environ = place
@@ -104,6 +105,7 @@ def test_a_malformed_list_of_entry_points_ends_no_run_that_names_none(place, tmp
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.page("docs/plugins.md", "docs/extend.md")
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "why"), [("failing", "OSError: the line is dead"), ("exits", "SystemExit: 0")])
 def test_a_sink_that_fails_ends_no_run(place, name, why):

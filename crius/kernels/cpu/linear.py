@@ -66,7 +66,7 @@ def when(x: Tensor, weight: Tensor) -> bool:
 def store_by_columns(weights: Iterable[Tensor]) -> None:
     """Store matrices ``(out, in)`` in column-major order, in place, where oneDNN multiplies.
 
-    A product with one token or a few then reads a matrix sequentially: docs/kernels.md has the gain.
+    A product with one token or a few then reads a matrix sequentially: docs/LOG.md has the gain.
     """
     for weight in weights:
         if when(weight, weight):
