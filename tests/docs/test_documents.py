@@ -103,7 +103,9 @@ def is_started_afresh(command: Command) -> bool:
 
 def row(command: Command):
     """Three interpreters that import torch are more than a test may take; test_launcher.py has torchrun too."""
-    marks = [pytest.mark.page(command.document.relative_to(ROOT).as_posix())]
+    page = command.document.relative_to(ROOT).as_posix()
+    marks = [pytest.mark.page(page)]
+    marks += [pytest.mark.matrix(row=page)] if page != "README.md" else []
     marks += [pytest.mark.slow] if "torchrun" in command.text else []
     marks += [pytest.mark.real] if command.mark == "run: real" else []
     return pytest.param(command, id=f"{command.document.name}: {command.text.splitlines()[0][:50]}", marks=marks)
