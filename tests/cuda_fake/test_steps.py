@@ -74,6 +74,7 @@ def test_a_step_reads_nothing_and_moves_only_the_batch_and_the_loss(case: Case, 
     assert seen["splits"] == case.splits
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["one_rank", "fsdp8"])
 def test_a_checkpoint_is_copied_beside_the_step_and_the_update_waits_for_it_on_the_gpu(name, fake_gpu):
     """Weights, moments and counts, on a stream that begins after the last update. The host does not wait."""
@@ -152,6 +153,7 @@ def test_a_layer_keeps_no_more_for_the_document_mask(layout, fake_gpu):
     assert costs["document"] == pytest.approx(costs["causal"], rel=0.05)
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="a build for CUDA has kernels for norms and SiLU, which keep less"
 )
