@@ -71,10 +71,10 @@ def over_budget(times: dict[str, dict[str, float]], budget: dict) -> list[str]:
         for name in sorted(tests, key=tests.__getitem__, reverse=True)
         if tests[name] > most * noise and "::" in name
     ]
+    allowed = limits(budget)
     for name, seconds in totals(times).items():
-        allowed = limits(budget)[name]
-        if seconds > allowed * noise:
-            lines.append(f"suite {name}: {seconds:.0f} CPU seconds, its budget is {allowed}")
+        if seconds > allowed[name] * noise:
+            lines.append(f"suite {name}: {seconds:.0f} CPU seconds, its budget is {allowed[name]}")
     return lines
 
 
@@ -115,7 +115,7 @@ class CpuTimes:
         self.file = Path(file) if file else None
         self.suite = suite
         self.reports = reports
-        self.times: dict[str, dict[str, float]] = read_times(self.file) if self.file else {}
+        self.times: dict[str, dict[str, float]] = read_times(self.file) if self.file and reports else {}
         self.over: list[str] = []
         self.before = 0.0
 
@@ -152,10 +152,10 @@ class CpuTimes:
         if folders:
             parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in folders.items())
             terminalreporter.write_line(f"cpu seconds: {parts}")
+        allowed = limits(tomllib.loads(BUDGET.read_text()))
         for name, seconds in totals(self.times).items():
             if seconds:
-                allowed = limits(tomllib.loads(BUDGET.read_text()))[name]
-                terminalreporter.write_line(f"cpu seconds: suite {name} {seconds:.0f} of {allowed}")
+                terminalreporter.write_line(f"cpu seconds: suite {name} {seconds:.0f} of {allowed[name]}")
         for line in self.over:
             terminalreporter.write_line(f"over budget: {line}", red=True)
 

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from forms import tree_of
+
 ROOT = Path(__file__).parent.parent
 DATA = ("*.toml", "*.json", "*.js", "*.html")
 COUNTED = {tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP}
@@ -23,7 +25,7 @@ F_END = getattr(tokenize, "FSTRING_END", -1)
 
 def tokens_of(text: str) -> int:
     """Number of tokens of a module."""
-    tree = ast.parse(text)
+    tree = tree_of(text)
     inside = (node.value for node in ast.walk(tree) if isinstance(node, ast.FormattedValue))
     return _plain(text, _docstring_lines(tree)) + sum(_plain(ast.unparse(value), set()) for value in inside)
 
@@ -89,7 +91,7 @@ def data_words(root: Path = ROOT) -> Counter[str]:
 
 def code_in_strings(text: str) -> list[int]:
     """Lines where a string begins that is a program of several statements, and no docstring."""
-    tree = ast.parse(text)
+    tree = tree_of(text)
     docstrings = _docstring_lines(tree)
     found = []
     for node in ast.walk(tree):

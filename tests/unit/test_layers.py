@@ -1,11 +1,9 @@
 """Who may import whom, where, and how large files, functions and rooms may be: the architecture's sections 2 and 3."""
 
 import ast
-import io
 import os
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,17 +275,6 @@ def test_no_room_grows_beyond_its_limit():
 )
 def test_tokens_are_counted_without_docstrings_and_comments_on_every_python(text, number, tmp_path):
     assert tokens.rooms(plant(tmp_path, "tools/plan/a.py", text)) == {"crius/tools/plan": number}
-
-
-def test_tokens_are_those_that_python_finds():
-    text = (
-        "x: int = 0x_1F + 1_0.5e-3j // (a ** -b) if a != .5 else ...  # 'none'\n"
-        'for é in [r\'\\\'\', b"\\"#", """a\n\'""" \'\' \'b\']: y **= a @ b; z = lambda *a, **k: a[1:-1]\n'
-        "def f(a, /) -> 'c': return (n := 1.) >> 2 <= \\\n   ~a\n"
-    )
-    kinds = (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP)
-    found = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type in kinds]
-    assert tokens.tokens_of(text) == len(found)
 
 
 def test_what_issues_state_is_added_to_the_limits(tmp_path):
