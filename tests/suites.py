@@ -10,6 +10,7 @@ What decides, in this order:
 - ``quick``: test. So is ``tests/unit``, except tests with the mark ``full``.
 - ``matrix``: full, if the row is in the quarter that the commit's hash draws, else all. ``matrix(row=NAME)`` draws the
   rows of one name together.
+- ``long``: the same, and all tests with this mark are rows of one matrix.
 - everything else: full.
 
 Without ``--suite`` a file runs all of its tests that are not slow or real.
@@ -79,9 +80,13 @@ def drawn(rows, by):
 
 
 def row_of(item):
-    """The test function of an item, and the name that its row is drawn by."""
-    function = item.nodeid.split("[")[0]
-    return function, item.get_closest_marker("matrix").kwargs.get("row", item.name)
+    """The matrix that an item is a row of and the name that its row is drawn by; None if all commits run it."""
+    if item.get_closest_marker("long"):
+        return "long", item.nodeid
+    mark = item.get_closest_marker("matrix")
+    if mark is None:
+        return None
+    return item.nodeid.split("[")[0], mark.kwargs.get("row", item.name)
 
 
 def is_left_to_all(item):
@@ -97,10 +102,10 @@ def suites(items, by, changed):
     """
     rows = {}
     for item in items:
-        if item.get_closest_marker("matrix") and not is_left_to_all(item):
-            function, row = row_of(item)
-            rows.setdefault(function, []).append(row)
-    quarters = {function: drawn(names, f"{by} {function}") for function, names in rows.items()}
+        row = row_of(item)
+        if row and not is_left_to_all(item):
+            rows.setdefault(row[0], []).append(row[1])
+    quarters = {matrix: drawn(names, f"{by} {matrix}") for matrix, names in rows.items()}
     return {item: suite_of(item, quarters, changed) for item in items}
 
 
@@ -110,9 +115,10 @@ def suite_of(item, quarters, changed):
     pages = {path for mark in item.iter_markers("page") for path in mark.args}
     if pages & changed or item.get_closest_marker("quick"):
         return "test"
-    if item.get_closest_marker("matrix"):
-        function, row = row_of(item)
-        return "full" if row in quarters[function] else "all"
+    row = row_of(item)
+    if row:
+        matrix, name = row
+        return "full" if name in quarters[matrix] else "all"
     is_unit = item.nodeid.startswith("tests/unit/")
     return "test" if is_unit and not item.get_closest_marker("full") else "full"
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from harness import ROOT
 
 # not compiled, as a run would be that believes in GPUs: under the probe's profile hook that takes minutes
@@ -13,6 +14,7 @@ _FLAGS = (
 )
 
 
+@pytest.mark.long
 def test_the_launcher_calls_nothing_of_cuda_before_it_forks(tmp_path):
     """CUDA in a process that was forked after its parent had used it is broken for good."""
     calls = tmp_path / "calls.txt"

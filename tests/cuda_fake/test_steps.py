@@ -16,6 +16,7 @@ _ATTENTION = re.compile(
 )
 
 
+@pytest.mark.long
 def test_the_shim_is_compiled_once_whoever_asks(shim, tmp_path):
     found = []
     threads = [threading.Thread(target=lambda: found.append(shim_library(tmp_path))) for _ in range(2)]
@@ -37,8 +38,8 @@ def attention(ops: dict[str, int]) -> dict[str, int]:
     return dict(found)
 
 
-QUICK = ("one_rank", "fsdp8")
-"""Cases of make test."""
+QUICK = ("fsdp8",)
+"""Cases of make test: the smoke."""
 
 
 def cases():
@@ -102,6 +103,7 @@ def test_offloaded_weights_come_from_pinned_memory_and_gradients_go_there(fake_g
     assert STEADY in seen["waits"]
 
 
+@pytest.mark.long
 def test_ranks_of_a_layout_take_their_collectives_in_the_same_order(fake_gpu):
     """A group whose ranks differ in it hangs on NCCL. Kind, axis and bytes of each collective, in order."""
     argv = Case(f"{CONTEXT} --p.data_parallel_replicate_degree 2").argv
@@ -118,6 +120,7 @@ def test_all_ranks_take_their_collectives_in_the_same_order(name, fake_gpu):
     assert all(order == orders[0] for order in orders)
 
 
+@pytest.mark.long
 def test_a_pipeline_stage_sends_as_often_as_its_neighbour_receives(fake_gpu):
     argv = CASES["pipeline_1f1b"].argv
     first, last = (fake_gpu.step(argv, rank)["collectives"] for rank in (0, 2))
@@ -130,6 +133,7 @@ def pairs(collectives: list, kind: str) -> list:
     return [nbytes for name, axis, nbytes in collectives if name == kind and axis == "pp"]
 
 
+@pytest.mark.long
 def test_recomputation_and_chunks_of_the_loss_lower_the_peak(fake_gpu):
     long = "--training.seq_len 512 --training.global_batch_size 2 --model.num_layers 3"
     modes = {
@@ -142,6 +146,7 @@ def test_recomputation_and_chunks_of_the_loss_lower_the_peak(fake_gpu):
     assert peaks["full"] < peaks["op"] < peaks["none"] < peaks["all logits"], peaks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [FSDP, pytest.param(CASES["tp4_fsdp2"].flags, marks=pytest.mark.slow)])
 def test_a_layer_keeps_no_more_for_the_document_mask(layout, fake_gpu):
     """Two layers more cost the same, within 5 %: no matrix of all pairs, no keys and values of each query head."""

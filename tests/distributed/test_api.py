@@ -165,6 +165,7 @@ def left(folder):
     return in_child(several_runs, folder)
 
 
+@pytest.mark.long
 def test_a_run_in_this_process_is_that_of_the_command_line(left, folder):
     losses, state, names, num_closed, first = left["first"]
     flags = [f"--{name}={value[0] if isinstance(value, list) else value}" for name, value in SMALL.items()]
@@ -188,6 +189,7 @@ def test_a_process_trains_one_run_at_a_time(left, tmp_path):
     assert left["state"][2] == ["this process already trains a run."]
 
 
+@pytest.mark.long
 def test_a_run_repeats_another_one_by_its_file(left, folder):
     longer = crius.load_run(folder / "first").path / "run.toml"
     assert crius.run({"config": longer, "job.run_dir": str(folder / "again"), "layout": "fsdp2"}).state == "finished"
@@ -270,6 +272,7 @@ def test_wrong_settings_are_one_exception(tmp_path, monkeypatch):
         crius.run()
 
 
+@pytest.mark.long
 def test_two_ranks_train_in_a_child_and_each_record_comes_once_though_a_restart_repeats_steps(
     left, folder, monkeypatch, capsys
 ):
@@ -379,6 +382,7 @@ def test_a_loaded_model_has_the_weights_of_its_step(left, folder):
         crius.load_model(folder / "nowhere")
 
 
+@pytest.mark.long
 def test_an_exported_model_is_the_same_one(left, folder):
     from crius import cli
 

@@ -179,6 +179,7 @@ def resumed(run_dir):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_resume_after_a_bit_flipped_ends_equal_or_reports_the_difference(count, begun, tmp_path):

@@ -169,6 +169,7 @@ def test_replicas_of_a_buffer_are_compared(monkeypatch, tmp_path, capfd):
     assert "after step 1 replicas of layers.0.shift and of 1 more" in out + err
 
 
+@pytest.mark.long
 def test_verify_compares_buffers(monkeypatch, tmp_path, capsys):
     code, rows = verify(init, tmp_path, capsys, "1,fsdp2,pp2")
     assert code == 0, rows

@@ -38,6 +38,7 @@ def verify(folder, capsys, flags=(), seconds=150, **options):
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_a_run_on_1_and_2_ranks_that_is_killed_at_random_is_the_undisturbed_one(tmp_path, capsys):
     flags = [*REPRODUCIBLE, "--checkpoint.interval", "1", "--checkpoint.mode", "sync"]
     code, found = verify(tmp_path, capsys, flags, kills=4, seed=8, steps=8, world_sizes="1,2")
@@ -48,6 +49,7 @@ def test_a_run_on_1_and_2_ranks_that_is_killed_at_random_is_the_undisturbed_one(
     assert starts[-1][0] > 0 and {ranks for after, ranks in starts} == {1, 2}, starts
 
 
+@pytest.mark.long
 def test_a_run_that_changes_its_layout_when_it_is_killed_has_the_losses_of_the_undisturbed_one(tmp_path, capsys):
     flags = ["--checkpoint.interval", "1", "--checkpoint.mode", "sync"]
     code, found = verify(tmp_path, capsys, flags, kills=3, seed=8, steps=6, layouts="fsdp2,tp2")

@@ -52,6 +52,7 @@ def test_packed_conversations_and_a_last_batch_of_padding_give_one_curve(layout,
     assert records[-1]["val_loss"] == pytest.approx(one_device[-1]["val_loss"], rel=2e-6)
 
 
+@pytest.mark.long
 def test_a_last_batch_of_padding_keeps_reproducible_sums(chat, tmp_path):
     """A virtual shard without a label is one too: the same bits on one rank and on four."""
     flags = [*chat, "--training.reproducible", "--validation.interval", "0", "--model.num_layers", "1"]
@@ -68,6 +69,7 @@ def shown(capsys, *argv):
     return json.loads(capsys.readouterr().out)["samples"]
 
 
+@pytest.mark.long
 def test_epochs_survive_kills_and_other_ranks_and_every_step_can_be_shown(chat, tmp_path, monkeypatch, capsys):
     """Two epochs on two ranks, killed in the first; a third one on four ranks with another batch."""
     saved = ["--checkpoint.enable", "--checkpoint.interval", "3", "--checkpoint.mode", "sync"]

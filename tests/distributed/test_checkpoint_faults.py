@@ -82,6 +82,7 @@ def test_a_slow_save_of_one_rank_is_no_hang_and_a_stuck_one_is_named(
     assert re.findall("HangError: (.*) makes no progress", capfd.readouterr().err) == hangs
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path):
     save = ("--checkpoint.interval", "2")
     whole = train(flags("fsdp2", *save, steps=6), tmp_path)
@@ -179,6 +180,7 @@ def test_a_signal_saves_on_all_ranks_and_ends_with_75(number, tmp_path):
     assert steps_there(tmp_path) == [step_name(done)]
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_run_agree_by_time_and_not_in_each_step(tmp_path, monkeypatch):
     """Each time is a collective over all ranks. Step times jump on a busy machine: two times a second are allowed."""
     greatest = loop._greatest
@@ -195,6 +197,7 @@ def test_the_ranks_of_a_run_agree_by_time_and_not_in_each_step(tmp_path, monkeyp
     assert len(times[0]) < 4 + 2 * (times[0][-1] - times[0][0])
 
 
+@pytest.mark.long
 def test_the_ledger_covers_a_run_that_was_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("CRIUS_FAULT", "kill:step=6,rank=1")
     assert run(flags("fsdp2", "--checkpoint.interval", "2", steps=30), tmp_path, is_supervised=True) == 0

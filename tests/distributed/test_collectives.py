@@ -205,6 +205,7 @@ def test_reshard_mode_sets_the_all_gathers_of_a_step(layout, reshard, costs_of):
         assert counts["all_gather"] == ALL_GATHERS[reshard]
 
 
+@pytest.mark.long
 def test_one_shard_gathers_nothing(costs_of):
     for cost in costs_of("ddp4").values():
         assert all("all_gather" not in counts for counts in cost["counts"])

@@ -1,5 +1,6 @@
 """The audit of a real run that goes on with other numbers of ranks."""
 
+import pytest
 from harness import SMALL, layout_flags, train
 
 from crius import cli
@@ -8,6 +9,7 @@ FLAGS = [*SMALL, "--training.global_batch_size", "12", "--model.num_layers", "1"
 FLAGS += ["--checkpoint.enable"]
 
 
+@pytest.mark.long
 def test_a_run_on_4_then_2_then_3_ranks_has_each_sample_once(tmp_path, capsys):
     for layout, steps in (("fsdp4", 3), ("fsdp2", 6), ("fsdp3", 9)):
         train([*FLAGS, *layout_flags(layout, batch=12), "--training.steps", str(steps)], tmp_path)

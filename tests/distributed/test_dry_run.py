@@ -216,6 +216,7 @@ def test_the_walk_over_a_schedule_finds_the_peak_of_the_real_pipeline(schedule, 
         assert found["peak_bytes"] == pytest.approx(real, rel=0.05)
 
 
+@pytest.mark.long
 def test_the_gradient_of_a_tied_weight_goes_to_the_other_end_once_a_step(tmp_path):
     given = flags(layers=2, pp=2, local=1, more=[*TIED, "--training.mixed_precision_param", "float32"])
     sizes, report = describe_model(parse(given)), reported(tmp_path, given)
@@ -224,6 +225,7 @@ def test_the_gradient_of_a_tied_weight_goes_to_the_other_end_once_a_step(tmp_pat
         assert sent["send"] == sent["recv"] == (8 + 1, 4 * sizes.dim * (8 * 32 + sizes.vocab_size))
 
 
+@pytest.mark.long
 def test_any_rank_of_512_can_be_asked_for(tmp_path):
     """Rank 511 of 512 holds the last, shorter shard; the tables show its name, kinds and collectives."""
     given = flags(layers=4, fsdp=512, batch=512)
@@ -257,6 +259,7 @@ def parameters_of_405b():
 EXPERTS = ["--model.name", "qwen3_moe", "--model.flavor", "debug", "--training.seq_len", "64"]
 
 
+@pytest.mark.long
 def test_experts_get_as_many_rows_as_was_chosen_and_all_to_all_moves_them(tmp_path):
     """Of 2 ranks that share the experts: each its half, or this one all that both have."""
     given = flags(layers=2, batch=4, fsdp=4, more=EXPERTS) + [f"{P}expert_parallel_degree", "2"]
@@ -275,6 +278,7 @@ def test_experts_get_as_many_rows_as_was_chosen_and_all_to_all_moves_them(tmp_pa
         dry_run(parse(given), 4, 0, 0.0, imbalance=2.5)
 
 
+@pytest.mark.long
 def test_experts_in_a_unit_of_their_own_cost_what_they_cost_in_the_unit_of_their_layer(tmp_path, monkeypatch):
     """Collectives, FLOPs and memory; full recomputation gathers nothing again, and both units are prefetched."""
     given = flags(layers=4, batch=4, fsdp=4, more=[*EXPERTS, "--activation_checkpoint.mode", "full"])

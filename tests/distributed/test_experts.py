@@ -153,6 +153,7 @@ def test_a_frozen_layer_is_not_gathered_for_a_backward_with_its_experts_in_a_uni
     assert apart["loss"] == together["loss"] and apart["grad_norm"] == together["grad_norm"]
 
 
+@pytest.mark.long
 def test_a_block_with_experts_in_a_unit_of_their_own_is_one_graph(run_layout):
     """Each block is compiled with ``fullgraph``, which refuses the hooks of a unit inside of it."""
     apart, alone = run_layout("traced", "fsdp2_ep2+compile+full", trained_apart)
@@ -203,6 +204,7 @@ def test_a_rank_whose_experts_nobody_chooses_has_gradients_of_zeros(chosen, work
 OWN = (*ROUTED, "--checkpoint.enable", "--model.vocab_size", "257")
 
 
+@pytest.mark.long
 def test_any_split_of_experts_loads_what_any_other_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "check_steps_left", lambda step, config: None)
     train(flags("fsdp2_ep2", *OWN), tmp_path / "0")
@@ -216,6 +218,7 @@ def test_any_split_of_experts_loads_what_any_other_saved(tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / str(number - 1))
 
 
+@pytest.mark.long
 def test_experts_in_a_unit_of_their_own_load_and_save_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "check_steps_left", lambda step, config: None)
     train(flags("fsdp4_ep2", *OWN), tmp_path / "together")
@@ -238,12 +241,14 @@ def test_a_gradient_that_differs_the_second_time_is_seen_in_experts_too(has_own_
     assert re.search(said, error)
 
 
+@pytest.mark.long
 def test_experts_computed_twice_raise_no_alarm(tmp_path):
     checked = train(flags("fsdp2_ep2", *ROUTED, "--sdc.recompute_interval", "1"), tmp_path / "checked")
     plain = train(flags("fsdp2_ep2", *ROUTED), tmp_path / "plain")
     assert [record["loss"] for record in steps_of(checked)] == [record["loss"] for record in steps_of(plain)]
 
 
+@pytest.mark.long
 def test_reproducible_experts_have_the_bits_of_one_device(tmp_path):
     own = [*ROUTED, "--training.steps", "2", "--training.virtual_shards", "4"]
     one = bits(own, tmp_path / "1")

@@ -87,11 +87,13 @@ def test_a_float8_gather_changes_no_number(section, layout, curve):
     assert "float8_all_gather: 14 of 14 weights are gathered in float8" in log
 
 
+@pytest.mark.long
 def test_checkpointing_recomputes_the_same_bits(curve):
     checkpointed = curve("tensorwise", "fsdp2_tp2", "--activation_checkpoint.mode", "selective")[0]
     assert checkpointed == curve("tensorwise", "fsdp2_tp2")[0]
 
 
+@pytest.mark.long
 def test_a_sequence_gathered_in_float8_is_the_same_sequence(curve, monkeypatch):
     found, log = curve("tensorwise", "fsdp2_tp2")
     assert "4 of 4 gathers of a sequence are in float8" in log
@@ -121,6 +123,7 @@ def _dry(given, path, placement):
     )
 
 
+@pytest.mark.long
 def test_float8_communicates_as_often_and_less(tmp_path):
     """On a device with float8 matmuls: the same gathers and scatters, in half the bytes where they are in float8."""
     plain = ["--model.num_layers", "2", "--training.seq_len", "32", "--training.mixed_precision_param", "bfloat16"]

@@ -54,6 +54,7 @@ def summary_of(run_dir):
     return json.loads((run_dir / "summary.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["1", "fsdp2"])
 def test_the_last_step_is_saved_and_a_second_run_goes_on_from_it(layout, tmp_path):
     steady = ("--lr_scheduler.warmup_steps", "0", "--lr_scheduler.decay_ratio", "0.0")  # the same for any length
@@ -116,6 +117,7 @@ def stopped_by_ctrl_c(folder, *more):
         return process.wait(60), "".join(said)
 
 
+@pytest.mark.long
 def test_ctrl_c_prints_the_command_that_goes_on_and_it_does(tmp_path):
     folder = tmp_path / "it's a folder"  # which a shell would take apart
     folder.mkdir()
@@ -133,6 +135,7 @@ def test_ctrl_c_prints_the_command_that_goes_on_and_it_does(tmp_path):
     assert saved_steps(run_dir)[-1] == done + 2
 
 
+@pytest.mark.long
 def test_ctrl_c_says_what_is_lost_where_nothing_is_saved(tmp_path):
     code, said = stopped_by_ctrl_c(tmp_path, "--checkpoint.no_enable", "--job.run_dir", "run")
     assert code == 130 and "continue from there" not in said and "\nsaved: nothing\n" in said

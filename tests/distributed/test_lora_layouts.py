@@ -110,6 +110,7 @@ def test_a_checkpoint_has_the_adapters_alone(runs, base):
     assert {key.split(".")[-2] for key in held if key.startswith("optim.")} == {"lora_A", "lora_B"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own", [(), ("--lora.base", "nf4", "--lora.rslora")], ids=["keep", "nf4"])
 def test_a_run_that_is_killed_goes_on_to_the_last_bit(own, wide, tmp_path, monkeypatch):
     whole = tune("fsdp2", wide, tmp_path / "whole", *own)
@@ -133,6 +134,7 @@ def test_a_resume_refuses_another_base_and_takes_a_copy_of_the_same(runs, base, 
     assert contents(tmp_path / "run", STEPS) == contents(runs("1")[0], STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "band"), [("int8", 1e-3), ("nf4", 2e-2)])
 def test_a_base_in_fewer_bits_trains_close_to_the_whole_one_and_the_same_on_shards(kind, band, wide, tmp_path, capfd):
     """Bands are those of the roundings, measured 2e-4 and 4e-3."""

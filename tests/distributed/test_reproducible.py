@@ -95,6 +95,7 @@ def test_data_parallel_ranks_beside_a_fixed_degree_change_no_bit(beside, data, t
     assert bits([*beside, data, "2"], tmp_path / "two") == bits(beside, tmp_path / "one")
 
 
+@pytest.mark.long
 def test_a_plain_order_of_sums_is_seen(one_device, tmp_path):
     found = bits(LAYOUTS["fsdp4"], tmp_path, (reproducible, "tree_sum", lambda parts: parts.sum(dim=0)))
     assert found["loss"][0] == one_device["loss"][0]

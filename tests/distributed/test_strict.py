@@ -43,6 +43,7 @@ def test_strict_ends_a_run_whose_optimisation_does_nothing_and_names_it(planted,
     assert "leave out" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("planted", ["save_ops", "compile"])
 def test_without_strict_the_run_goes_on_and_says_so(planted, tmp_path):
     flags, environ, name, reason = INACTIVE[planted]
@@ -53,6 +54,7 @@ def test_without_strict_the_run_goes_on_and_says_so(planted, tmp_path):
     assert "step 2/2" in done.stdout
 
 
+@pytest.mark.long
 def test_strict_does_not_stop_a_run_whose_optimisations_work(tmp_path):
     flags = ["--activation_checkpoint.mode", "full", "--compile.enable", "--compile.backend", "aot_eager", "--strict"]
     done = run(flags, {}, tmp_path)

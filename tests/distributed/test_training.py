@@ -176,6 +176,7 @@ def test_variant_matches_one_device(variant, layout, variant_on_one_device, tmp_
     assert abs(other["loss"] - want[1]["loss"]) > 1e-4
 
 
+@pytest.mark.long
 def test_bfloat16_trains_close_to_float32(variant_on_one_device, tmp_path):
     want = variant_on_one_device("plain")
     flags = ["--training.steps", "10", "--training.mixed_precision_param", "bfloat16"]

@@ -43,6 +43,7 @@ def test_parity_finds_a_wrong_sum(monkeypatch, tmp_path, capsys):
     assert code == 1
 
 
+@pytest.mark.long
 def test_parity_compares_with_one_device_and_a_mask_with_a_mask(tmp_path, capsys):
     layouts = "cp2+document,pp2+1f1b,1+full"
     code, rows = verify(parity, tmp_path, capsys, layouts)
@@ -51,6 +52,7 @@ def test_parity_compares_with_one_device_and_a_mask_with_a_mask(tmp_path, capsys
     assert code == 0
 
 
+@pytest.mark.long
 def test_parity_compares_low_precision_with_low_precision(tmp_path, capsys):
     layouts = "fsdp2+float8,fsdp2+float8_rowwise"
     code, rows = verify(parity, tmp_path, capsys, layouts, ("--quantize.dense.pad_inner_dim",))
@@ -66,6 +68,7 @@ def test_tolerances_are_those_of_the_coarsest_rounding():
     assert [bound["grad_norm"].bound for bound in bounds] == [1e-5, 1e-4, 1e-2, 1e-2]
 
 
+@pytest.mark.long
 def test_a_setting_that_one_device_cannot_have_holds_for_the_others(tmp_path, capsys):
     code, rows = verify(parity, tmp_path, capsys, "fsdp4", ("--parallelism.reshard_after_forward_mode", "2"))
     assert [row["status"] for row in rows.values()] == ["reference", "ok"], rows
@@ -99,6 +102,7 @@ def test_a_crash_is_a_row_with_its_log_and_the_others_go_on(tmp_path, capsys, mo
     assert code == 1
 
 
+@pytest.mark.long
 def test_a_hang_is_a_row(tmp_path, capsys, monkeypatch):
     original = job._place
 
@@ -248,6 +252,7 @@ SPEC = ModelSpec(
 """
 
 
+@pytest.mark.long
 def test_tensor_parallelism_keeps_what_a_norm_of_ones_own_computes(tmp_path):
     (tmp_path / "other_norms.py").write_text(OTHER_NORMS)
     model = ["--import", "other_norms", "--model.name", "other_norms", "--training.seq_len", "64"]

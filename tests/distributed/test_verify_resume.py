@@ -46,6 +46,7 @@ def test_a_killed_run_with_dropout_over_an_epoch_is_the_undisturbed_run(short_te
     assert found["steps_again"] >= 2 and 0 < found["goodput"] < 1
 
 
+@pytest.mark.long
 def test_a_killed_pipeline_is_the_undisturbed_one(tmp_path, capsys):
     flags = ["--parallelism.pipeline_parallel_degree", "2", "--checkpoint.interval", "2"]
     flags += ["--checkpoint.mode", "sync"]
@@ -54,6 +55,7 @@ def test_a_killed_pipeline_is_the_undisturbed_one(tmp_path, capsys):
     assert [kill["steps_again"] for kill in found["kills"]] == [1]
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_with_other_degrees_of_experts_has_the_same_losses(tmp_path, capsys):
     """Saved on fsdp2_ep2 and gone on with on fsdp4_ep4, from there on tp2_ep2, from there on one device."""
     model = ["--model.name", "qwen3_moe", "--model.flavor", "debug"]
@@ -84,6 +86,7 @@ def test_what_is_not_restored_is_found(mistake, tmp_path, monkeypatch, capsys):
     assert any("repeated" in problem for problem in found["problems"]) == (mistake == "data")
 
 
+@pytest.mark.long
 def test_experts_that_get_the_moments_of_others_are_found_over_a_change_of_their_degree(tmp_path, monkeypatch, capsys):
     load_tensors = checkpoints.load_tensors
 

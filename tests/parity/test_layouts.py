@@ -191,6 +191,7 @@ def validated_alone(tmp_path_factory):
     return train([*VALIDATED, *layout_flags("1")], tmp_path_factory.mktemp("one"))[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["fsdp2_cp2", "pp2", "tp2"])
 def test_validation_scores_what_one_device_scores(layout, validated_alone, tmp_path):
     got = train([*VALIDATED, *layout_flags(layout)], tmp_path)[-1]
@@ -199,6 +200,7 @@ def test_validation_scores_what_one_device_scores(layout, validated_alone, tmp_p
     assert got["val_samples"] == validated_alone["val_samples"] == 20
 
 
+@pytest.mark.long
 def test_each_validation_set_is_scored_alike_by_every_layout(tmp_path):
     (tmp_path / "other.txt").write_text("0123456789" * 400)
     sets = ["--validation.path", f"play={TEXT}", "--validation.path", f"digits={tmp_path / 'other.txt'}"]

@@ -66,6 +66,7 @@ def first_loss(flags, folder):
     return steps_of(read_metrics(folder))[0]["loss"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_starts_from_the_same_weights(source, folders, tmp_path):
     """Of a folder of Hugging Face, whose rows are read, and of a checkpoint, whose parts are hashed."""

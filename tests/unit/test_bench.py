@@ -114,7 +114,7 @@ def test_the_advice_is_the_fastest_format_without_the_layers_that_lose():
     assert speedups.recommended_flags(slow, ["float8_tensorwise", "float8_rowwise"], "compiled") == []
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_table_marks_what_loses_and_says_that_emulation_is_no_speed():
     done = crius(
         *("bench", "quantize", *TINY, "--emulated", "--modes", "eager", "--tokens", "32", "--repeat", "1"),

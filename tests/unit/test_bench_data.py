@@ -120,7 +120,7 @@ def test_the_step_that_is_timed_is_one_of_the_run_that_was_asked_for(tmp_path):
     assert row.samples["wall"].median > summary["wall_seconds"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_all_optimizers_step_over_the_parameters_of_the_model(capsys):
     found = measured(optimizer, [*SMALL, "--repeat", "1"], capsys)
     rows = {row["name"]: row for row in found["rows"]}
@@ -144,7 +144,7 @@ def test_an_optimizer_really_changes_the_weights_that_it_is_timed_on():
     assert all(not torch.equal(old, new) for old, (_, new) in zip(before, parameters, strict=True))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_package_that_is_missing_is_reported_with_the_line_that_installs_it(monkeypatch, capsys):
     def missing(*arguments, **options):
         raise ModuleNotFoundError("No module named 'torchao'", name="torchao")

@@ -101,6 +101,7 @@ def test_tab_completes_verbs_dotted_flags_choices_recipes_and_files(shell, line,
     assert want in completed(shell, line, want, home)
 
 
+@pytest.mark.full
 def test_a_shell_that_has_no_script_is_named(capsys):
     done = harness.crius("completion", "tcsh")
     assert done.returncode == 2 and "bash" in done.stderr and "tcsh" in done.stderr

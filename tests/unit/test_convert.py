@@ -292,6 +292,7 @@ def test_rotary_pairs_give_the_same_attention_scores(tmp_path):
     assert not torch.allclose(crius_scores(q, k), titan_scores(q, k), atol=0.1)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_an_import_as_from_its_own_checkpoint(tmp_path):
     flags = [*RUN, "--checkpoint.interval", "1", "--checkpoint.mode", "sync"]
     own = steps_of(train(flags, tmp_path / "own"))

@@ -336,7 +336,7 @@ def descendants(pid: int) -> list[int]:
     return [found for child in map(int, children) for found in (child, *descendants(child))]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_train_command_that_is_printed_trains(tmp_path):
     from test_data_boundary import tokenizer_in
 

@@ -167,6 +167,7 @@ def test_a_tokenizer_class_that_makes_other_ids_is_refused(tmp_path, compared_he
     assert "tokens, at most" in export_model(open_source(str(source), -1), str(tmp_path / "out")).logits
 
 
+@pytest.mark.full
 def test_a_bit_that_is_read_back_otherwise_is_found(run_dir, tmp_path, alone, monkeypatch):
     def flipped(folder, parts, write=exporting.write_parts):
         done = write(folder, parts)
@@ -357,7 +358,7 @@ def test_a_card_cannot_be_written_by_the_settings_of_a_stranger(run_dir, tmp_pat
     assert card.count("```") == 4 and card.count("\n# ") == 1 and "a1a1" not in card and "| a / b" in card
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_modules_in_the_current_folder_are_not_run(run_dir, tmp_path, monkeypatch):
     (tmp_path / "transformers.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.chdir(tmp_path)

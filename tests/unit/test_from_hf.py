@@ -236,7 +236,7 @@ def test_another_model_beside_it_is_refused(tmp_path, capsys):
     assert "not the model_type of qwen3" in refused(capsys, [*write(tmp_path), "--model.name", "qwen3"])
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_verbs_beside_train_take_it(tmp_path, capsys):
     flags = write(tmp_path)
     assert cli.main(["plan", *flags, "--gpus", "2", "--gpu", "cpu", "--seq_len", "64"]) == 0

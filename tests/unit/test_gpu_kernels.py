@@ -35,7 +35,7 @@ def check_of(group, name):
     return found
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_group_is_a_process_in_which_all_is_right_that_a_cpu_can_tell():
     done = call("-m", "benchmarks.gpu.kernels", "experts", "cpu")
     assert done.returncode == 0, done.stderr

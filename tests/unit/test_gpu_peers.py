@@ -209,7 +209,7 @@ def check_on_a_gpu(flags):
     return config
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_every_run_and_every_contestant_is_a_config(tmp_path):
     this = round_of(tmp_path)
     small = runs.small_flags(this)

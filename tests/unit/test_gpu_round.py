@@ -44,7 +44,7 @@ def call(*arguments, timeout=280, **environ):
     )
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_dry_run_of_one_step_writes_rows_and_a_table_and_prints_the_table_last(tmp_path):
     done = call("check", "--dry", "--only", "machine", OUT=str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +88,7 @@ def test_the_steps_of_a_command_are_listed(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(command.COMMANDS["ranks"][0])
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_killed_command_leaves_whole_files_and_no_program(tmp_path):
     environ = {**os.environ, "OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
     arguments = [sys.executable, "-m", "benchmarks.gpu", "check", "--dry", "--only", "runs"]

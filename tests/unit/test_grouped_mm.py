@@ -195,7 +195,7 @@ def tokens(count):
     return x, ids, weights
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_experts_are_one_graph_for_any_number_of_tokens(backend):
     """And recomputed ones too; ``eager`` here is what nothing compiles."""

@@ -73,7 +73,7 @@ def watched(corpus):
     return json.loads(done.stdout)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_no_payload_of_a_dcp_checkpoint_is_executed(tmp_path):
     marker, corpus = tmp_path / "marker", tmp_path / "corpus"
     harmful = payloads(str(marker))

@@ -38,7 +38,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_named_module_is_trained_recorded_and_named_again(folder):
     done = crius("train", "--import", "ours", "--model.name", "ours", *SHORT, "--job.run_dir", "r", cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -248,7 +248,7 @@ def test_weights_that_would_be_drawn_are_refused_unless_nothing_is_saved(tmp_pat
     assert parse([*TUNE, "--checkpoint.no_enable"]).lora.rank == 2
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_run_of_lora_is_a_model_wherever_one_is_taken(tuned, base, tmp_path):
     """Its weights are W + s B A, rounded once; it answers, is checked, and other runs start from it."""
     weights, plain = open_weights(str(tuned)), open_weights(str(base))
@@ -272,7 +272,7 @@ def test_a_run_of_lora_is_a_model_wherever_one_is_taken(tuned, base, tmp_path):
     assert open_weights(str(tmp_path / "more")).adapters.base["path"] == f"{tuned}/checkpoints/step-00000002"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_an_export_is_of_peft_unless_another_is_asked_for(tuned, tmp_path):
     done = crius("export", str(tuned), str(tmp_path / "peft"), "--json")
     assert done.returncode == 0, done.stderr
@@ -288,7 +288,7 @@ def test_an_export_is_of_peft_unless_another_is_asked_for(tuned, tmp_path):
     assert merged.returncode == 0 and "as LlamaForCausalLM" in merged.stdout, merged.stderr
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_adapters_are_rounded_after_their_logits_are_compared(tuned, tmp_path):
     rounded = crius("export", str(tuned), str(tmp_path / "rounded"), "--dtype", "bfloat16", "--json")
     assert rounded.returncode == 0, rounded.stderr
@@ -298,7 +298,7 @@ def test_adapters_are_rounded_after_their_logits_are_compared(tuned, tmp_path):
     assert dtypes == {"BF16"}
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_base_that_is_gone_or_another_one_is_refused_with_its_place(tuned, base, tmp_path):
     shutil.copytree(tuned, tmp_path / "run")
     shutil.move(base, tmp_path / "elsewhere")

@@ -212,7 +212,7 @@ def on_terminal(run_dir, show_bar, columns=200, **environ):
     return text.decode()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_pipe_gets_plain_lines(tmp_path):
     root = str(Path(crius.__file__).parents[1])
     done = subprocess.run(
@@ -235,7 +235,7 @@ def test_a_pipe_gets_plain_lines(tmp_path):
 COLOUR = re.compile(ESCAPE + r"\[[0-9;]*(3[0-8]|4[0-8]|9[0-7])[0-9;]*m")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_terminal_gets_a_bar_and_whole_lines_above_it(tmp_path):
     text = on_terminal(tmp_path, show_bar=True)
     assert COLOUR.search(text)
@@ -246,7 +246,7 @@ def test_a_terminal_gets_a_bar_and_whole_lines_above_it(tmp_path):
     assert ESCAPE not in log and log.count("\n") == 5
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("columns", "step", "validation", "live"),
     [
@@ -295,12 +295,12 @@ def test_the_remaining_time_is_known_though_records_are_minutes_apart(monkeypatc
         sink.close()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_no_color_leaves_a_terminal_without_colours(tmp_path):
     assert not COLOUR.search(on_terminal(tmp_path, show_bar=True, NO_COLOR="1"))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_without_the_bar_a_terminal_gets_plain_lines(tmp_path):
     text = on_terminal(tmp_path, show_bar=False)
     assert ESCAPE not in text

@@ -39,7 +39,7 @@ def test_auto_fills_a_legal_layout_that_fits_and_leaves_the_batch_and_what_was_g
     assert any("tokens/s" in line for line in filled.lines)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_auto_spreads_experts_where_that_is_faster(user_cache):
     sizes = ["--model.name", "qwen3_moe", "--model.flavor", "235b-a22b", "--training.seq_len", "4096"]
     config = parse([*sizes, "--training.mixed_precision_param", "bfloat16", "--training.global_batch_size", "256"])

@@ -22,7 +22,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_512_gpus_take_seconds_and_no_torch():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [
@@ -118,7 +118,7 @@ def test_an_impossible_case_says_how_many_gpus_and_what_to_change(plan, planned)
     assert any(one["fits"] for one in found["remedies"])
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "host", "is_proposed"),
     [
@@ -134,7 +134,7 @@ def test_offloading_is_proposed_where_a_host_may_hold_it_and_nobody_refused(case
     assert ("with --training.enable_cpu_offload:" in out) == is_proposed
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "name", "count"),
     [

@@ -116,7 +116,7 @@ def measured(request, tmp_path_factory):
     return cases, json.loads(path.read_text())
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

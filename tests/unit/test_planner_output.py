@@ -61,7 +61,7 @@ def test_a_plan_is_12_lines_and_its_command_is_that_run(name, plan, planned):
     )
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_faster_layout_that_is_not_taken_is_explained_in_the_12_lines(plan):
     tied = plan("--flavor", "70b", "--gpus", "256", "--gpu", "a100")[1].splitlines()
     assert len(tied) <= 12
@@ -75,7 +75,7 @@ def run_dry(flags, placement):
     assert cli.main(["train", *flags, "--dry_run"]) == 0
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [

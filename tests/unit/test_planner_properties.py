@@ -112,6 +112,7 @@ def state(work):
     return parts["parameters"] + parts["optimizer"]
 
 
+@pytest.mark.full
 @often
 @given(workloads(), gpus)
 def test_parts_are_not_negative_and_sum_to_the_total(work, gpu):

@@ -66,7 +66,7 @@ def winners(found):
     return {name: best(one.fitting, one.case.hardware) for name, one in found.items()}
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_with_the_settings_is_what_was_planned_and_its_rules_hold(name, found, winners):
     """Of the winner, and of the best of each set of axes: what a plan says is what the flags do."""
@@ -86,6 +86,7 @@ def test_a_run_with_the_settings_is_what_was_planned_and_its_rules_hold(name, fo
         assert replace(run, stage_layers=()) == candidate.workload  # which splits in the same way: test_planner_memory
 
 
+@pytest.mark.full
 def test_pasted_flags_give_the_settings(winners):
     name = "8b in float8 on two nodes"
     settings = overrides(CASES[name], winners[name].workload)
@@ -228,7 +229,7 @@ def test_what_is_accumulated_counts_in_the_fewest_gpus():
     assert fewest_gpus(case(gpus=4, gpu="l4", seq_len=4096, optimizer__state_dtype="8bit")) == 5
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_ranks_of_a_cpu_share_its_memory():
     whole = case("1b", gpus=1, gpu="cpu", seq_len=512, training__device="cpu")
     assert whole.on(4).hardware.memory_bytes * 4 == whole.hardware.memory_bytes

@@ -203,7 +203,7 @@ def test_importing_torchao_prints_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_torchao_is_not_imported_without_low_precision():
     code = "import sys, crius.train.job; assert not [name for name in sys.modules if name.startswith('torchao')]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

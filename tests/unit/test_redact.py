@@ -163,7 +163,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_secret_is_in_what_a_failing_run_prints_or_writes(ranks, tmp_path, tmp_path_factory):
     corpus = tmp_path_factory.mktemp("corpus") / "a.jsonl"

@@ -100,10 +100,12 @@ def problems(root):
     return sorted(found)
 
 
+@pytest.mark.full
 def test_nothing_in_the_code_executes_data():
     assert [found for found in problems(ROOT) if found not in EXCEPTIONS] == []
 
 
+@pytest.mark.full
 def test_every_exception_is_still_needed():
     assert set(EXCEPTIONS) <= set(problems(ROOT))
 

@@ -49,7 +49,7 @@ def torch_seconds():
     return min(run("-c", "import torch")[1] for _ in range(2))
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [

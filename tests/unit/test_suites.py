@@ -70,6 +70,11 @@ def test_rows_of_one_name_are_drawn_together_and_a_changed_page_brings_them_all(
     assert [test.nodeid[-5:-3] for test in tests if found[test] == "test"] == [other] * 3
 
 
+def test_of_all_long_tests_a_quarter_is_drawn():
+    tests = [Item(f"tests/unit/{file}.py::t{number}", MARK.long.mark) for file in "ab" for number in range(6)]
+    assert sorted(suites.suites(tests, "abc", set()).values()) == ["all"] * 9 + ["full"] * 3
+
+
 @pytest.fixture
 def repository(tmp_path):
     """An empty repository, and how to give it commands of git."""

@@ -45,7 +45,7 @@ def print_memory():
         print(during, apart_for_a_tensor())
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize(
     ("settings", "expected"),
