@@ -11,14 +11,17 @@ import torch.distributed as dist
 from harness import TIED
 from torch.nn import functional as F
 
-from crius.data.loader import Batch, BatchLoader
+from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader
+from crius.data.source import Order
 from crius.models.moe import MixtureOfExperts, Router
+from crius.optim import build as optimizers
 from crius.parallel import context, expert, gradients, init, pipeline, tensor
 from crius.parallel.fsdp import GradientSync
 from crius.parallel.gradients import Gradients
+from crius.tools.convert import peft_out
 from crius.tools.verify import worker
 from crius.tools.verify.worker import uneven_labels
-from crius.train import build, job
+from crius.train import build, job, loop, step
 from crius.train.guard import UpdateGuard
 from crius.train.step import Accumulation, count_valid
 
@@ -338,6 +341,67 @@ def lose_a_token_at_its_expert(patch):
     patch.setattr(expert.AllToAllDispatch, "forward", forward)
 
 
+def halve_the_balance_loss(patch):
+    original = build.set_up_balance
+
+    def set_up_balance(part, config, sequences):
+        original(part, config, sequences)
+        for module in part.modules():
+            if isinstance(module, Router):
+                module.aux_scale /= 2
+
+    patch.setattr(build, "set_up_balance", set_up_balance)
+
+
+def repeat_the_second_epoch(patch):
+    """Every epoch from the second on has one order."""
+    original = Order.places
+
+    def places(self, sample_ids):
+        return original(self, [number % self.size + self.size * (number >= self.size) for number in sample_ids])
+
+    patch.setattr(Order, "places", places)
+
+
+def decay_head_norms(patch):
+    original = optimizers.decay_class
+
+    def decay_class(name, *args):
+        return "decayed" if name.endswith(("q_norm.weight", "k_norm.weight")) else original(name, *args)
+
+    patch.setattr(optimizers, "decay_class", decay_class)
+
+
+def shrink_a_partial_batch(patch):
+    """By its real rows over all its rows."""
+    original = Accumulation.forward_backward
+
+    def forward_backward(self, batch, valid_tokens):
+        real = sum(number >= 0 for number in batch.sample_ids)
+        return original(self, batch, valid_tokens * len(batch) / real)
+
+    patch.setattr(Accumulation, "forward_backward", forward_backward)
+
+
+def count_unlabelled_tokens_of_validation(patch):
+    """Half of them."""
+    original = loop.evaluate
+
+    def evaluate(*args):
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(
+                step, "count_valid", lambda labels: count_valid(labels) + (labels == IGNORE_INDEX).sum() / 2
+            )
+            return original(*args)
+
+    patch.setattr(loop, "evaluate", evaluate)
+
+
+def forget_rslora_in_an_export(patch):
+    original = peft_out.adapter_config
+    patch.setattr(peft_out, "adapter_config", lambda *args: original(*args) | {"use_rslora": False})
+
+
 QWEN3_MOE = ("--model.name", "qwen3_moe")
 SIGMOID_MOE = ("--model.flavor", "small", "--model.name", "sigmoid_moe")
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
@@ -376,6 +440,14 @@ MUTATIONS = [
     (leave_experts_out_of_the_norm, "fsdp2_ep2", QWEN3_MOE),
     (lose_a_token_at_its_expert, "fsdp2_ep2", QWEN3_MOE),
 ]
+# what is broken on one device, and a case of tests/oracle where it matters
+ON_ONE_DEVICE = [
+    (halve_the_balance_loss, "experts"),
+    (repeat_the_second_epoch, "three_epochs"),
+    (decay_head_norms, "head_norms"),
+    (shrink_a_partial_batch, "last_partial_batch"),
+    (count_unlabelled_tokens_of_validation, "validation"),
+]
 NAMES = ["-".join((mutate.__qualname__.split(".")[0], layout, *flags[-1:])) for mutate, layout, flags in MUTATIONS]
 
 
@@ -385,7 +457,7 @@ def planted(number, work, placement):
 
 
 def with_fault(mutate, work, placement):
-    """As ``planted``, with a mutation that has a name of its own here."""
+    """As ``planted``, with a mutation that has a name of its own here; gives what ``work`` gives."""
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
-        work(placement)
+        return work(placement)

@@ -12,6 +12,7 @@ import pytest
 import sigmoid_moe
 import torch
 from harness import parse, run_job
+from mutations import ON_ONE_DEVICE, forget_rslora_in_an_export, with_fault
 from safetensors.torch import load_file
 from sft_samples import samples_folder
 
@@ -207,14 +208,14 @@ def ran(workers, corpus, tmp_path_factory, imported_torchao):
         patch.setitem(registry.SPECS, sigmoid_moe.SPEC.name, sigmoid_moe.SPEC)
         patch.setattr(registry, "FLAVORS", {*registry.FLAVORS, *sigmoid_moe.SPEC.flavors})
 
-        def run(settings, *more):
+        def run(settings, *more, plant=None):
             is_packed = settings.get("data.format") == "chat"
             paths = [f"--data.path={corpus / ('samples' if is_packed else 'train.jsonl')}"]
             if settings["validation.interval"]:
                 paths.append(f"--validation.path={corpus / 'held_out.jsonl'}")
             folder = tmp_path_factory.mktemp("run")
             work = functools.partial(trained, [*flags(settings), *paths, *more], folder)
-            [found] = workers(1).run(work, folder)
+            [found] = workers(1).run(functools.partial(plant, work) if plant else work, folder)
             return folder, *found
 
         yield run
@@ -274,6 +275,13 @@ def test_a_run_is_what_a_plain_loop_computes(case, ran):
     assert excess(found) == {}, found
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(("mutate", "case"), ON_ONE_DEVICE, ids=[mutate.__name__ for mutate, _ in ON_ONE_DEVICE])
+def test_a_planted_fault_is_no_plain_loop(mutate, case, ran):
+    settings = BASE | CASES[case]
+    assert excess(differences(settings, *ran(settings, plant=functools.partial(with_fault, mutate))[1:]))
+
+
 @pytest.fixture(scope="module")
 def tuned(ran):
     """A run of adapters that a run was the base of, and its last weights."""
@@ -299,6 +307,11 @@ def test_an_exported_adapter_is_the_one_that_was_trained(tuned, tmp_path):
         for part in ("lora_A", "lora_B"):
             found = tensors[f"base_model.model.model.layers.1.{theirs}.{part}.weight"]
             assert torch.equal(found, end[f"layers.1.{ours}.{part}"])
+
+
+def test_an_export_that_forgets_rslora_has_another_scale(tuned, tmp_path, monkeypatch):
+    forget_rslora_in_an_export(monkeypatch)
+    assert exported(tuned[0], tmp_path / "peft")[0] != adapter_scale(LORA)
 
 
 def test_the_oracle_imports_nothing_of_crius():
