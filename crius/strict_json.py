@@ -1,5 +1,6 @@
 """JSON from outside: one object, with unique keys and finite numbers. No torch."""
 
+import codecs
 import json
 import math
 from collections import Counter
@@ -7,7 +8,7 @@ from typing import Any, NoReturn
 
 
 def load_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``, in UTF-8.
+    """The JSON object in ``data``, in UTF-8, with or without a byte order mark.
 
     Raises:
         ValueError: it is not an object, has a key twice, has NaN, an infinity or a number too large to be finite, or is
@@ -15,7 +16,10 @@ def load_object(data: bytes) -> dict[str, Any]:
     """
     try:
         found = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+            data.removeprefix(codecs.BOM_UTF8).decode(),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_float=_finite,
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

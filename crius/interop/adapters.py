@@ -22,18 +22,20 @@ _ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """The adapters of a checkpoint.
+    """The adapters of a checkpoint, or of a folder of PEFT.
 
     Attributes:
         lora: section of its run.
         tensors: tensors by our names, such as ``layers.0.attention.wq.lora_A``.
         base: kind, path and hash of the weights that they were trained on.
+        where: path of the checkpoint or folder.
         num_parameters: number of elements.
     """
 
     lora: LoraConfig
     tensors: Mapping[str, TensorSource]
     base: Mapping[str, str]
+    where: str
     num_parameters: int
 
     @property
@@ -43,16 +45,20 @@ class Adapters:
 
 
 def read_adapters(
-    lora: LoraConfig, there: Mapping[str, TensorSource], model: ModelDescription, base: Mapping[str, str], where: str
+    lora: LoraConfig,
+    there: Mapping[str, TensorSource],
+    model: ModelDescription,
+    base: Mapping[str, str],
+    where: str,
 ) -> Adapters:
-    """Read the adapters of a checkpoint, which has no other weights.
+    """Read the adapters of a checkpoint or of a folder of PEFT, which has no other weights.
 
     Args:
         lora: section of its run.
         there: tensors of the checkpoint by our names.
         model: description of the model, without adapters.
         base: the checkpoint's record of the weights that the adapters were trained on.
-        where: path of the checkpoint, for messages.
+        where: path of the checkpoint.
 
     Raises:
         CheckpointError: the tensors do not match the settings of the checkpoint.
@@ -66,13 +72,13 @@ def read_adapters(
         raise CheckpointError(
             f"the tensors of {where} do not match the adapters in its settings.",
             why=problems or (f"some have dtype {', '.join(wrong)}" if wrong else "it has no record of its base"),
-            fix="use another checkpoint of the run",
+            fix="use another checkpoint of the run; or merge the adapter with PEFT first, model.merge_and_unload()",
         )
     tensors = {weight.name: there[weight.name] for weight in facts.adapters}
-    return Adapters(lora=lora, tensors=tensors, base=base, num_parameters=facts.num_trained)
+    return Adapters(lora=lora, tensors=tensors, base=base, where=where, num_parameters=facts.num_trained)
 
 
-def merged(adapters: Adapters, base: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+def merged(adapters: Adapters, base: Mapping[str, TensorSource]) -> tuple[dict[str, TensorSource], dict[str, str]]:
     """The tensors of ``base``, with ``W + scale * B A`` in place of each adapted weight.
 
     The sum is computed in float64 and rounded once, to float32.
@@ -80,22 +86,26 @@ def merged(adapters: Adapters, base: Mapping[str, TensorSource]) -> dict[str, Te
     Args:
         adapters: adapters of a checkpoint.
         base: tensors by our names.
+
+    Returns:
+        The tensors, and the dtype in which a merged one is written unless another is asked for: that of its base.
+
+    Raises:
+        CheckpointError: a weight of the base has a dtype to which nothing can be added.
     """
     found = dict(base)
+    dtypes = {}
     for name in adapters.linears:
         weight = f"{name}.weight"
+        dtypes[weight] = dtype = base[weight].dtype
+        if dtype not in FLOATS:
+            raise CheckpointError(f"no adapter can be added to {weight}, which has dtype {dtype}.")
         parts = base[weight], adapters.tensors[f"{name}.lora_A"], adapters.tensors[f"{name}.lora_B"]
         read = partial(_merge, parts, adapters.lora.scale)
         shape = base[weight].shape
         piece = Piece((0,) * len(shape), shape, read, None, base[weight].pieces[0].place)
         found[weight] = TensorSource(weight, TORCH_NAMES["float32"], shape, (piece,))
-    return found
-
-
-def rounded_to(adapters: Adapters, base: Mapping[str, TensorSource]) -> dict[str, str]:
-    """The dtype in which a merged tensor is written unless another is asked for: that of its base."""
-    names = [f"{name}.weight" for name in adapters.linears]
-    return {name: base[name].dtype for name in names}
+    return found, dtypes
 
 
 def _merge(parts: Sequence[TensorSource], scale: float) -> memoryview:

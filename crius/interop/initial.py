@@ -39,7 +39,7 @@ def open_base(config: RunConfig, recorded: Mapping[str, str]) -> tuple[str, Weig
             fix=f"{INIT_FROM} with a run, a checkpoint or a Hugging Face folder, in a new run folder",
         )
     try:
-        return path, _fitting(open_weights(path, INIT_FROM), config)
+        return path, _fitting(open_weights(path, INIT_FROM, adapter="leave_out"), config)
     except (ConfigError, OSError) as error:
         if not recorded:
             raise

@@ -1,15 +1,21 @@
 """Reads files and folders of safetensors (huggingface.co/docs/safetensors) of any program, also DCP's sharded ones."""
 
+import logging
 import math
 import os
-from functools import partial
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from crius.checkpoint.manifest import digest_of
 from crius.checkpoint.names import check_name
-from crius.checkpoint.pieces import Piece, Shape, TensorSource
+from crius.checkpoint.pieces import Piece, Shape, TensorSource, shortened
+from crius.errors import CheckpointError
 from crius.interop.foreign import (
     ITEMSIZE,
     Foreign,
@@ -26,7 +32,20 @@ MAX_HEADER = 1 << 25
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+WHOLE = f"model{SUFFIX}"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = f"adapter_model{SUFFIX}"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"  # torch/distributed/checkpoint/_hf_utils.py
+
+
+log = logging.getLogger("crius.interop")
+
+
+@cache
+def said(line: str) -> None:
+    """Log a line, once in a process: the same weights are opened several times."""
+    log.warning(line)
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
@@ -123,15 +142,18 @@ class SafetensorsFile:
 
 
 def read_safetensors(place: Path) -> Foreign:
-    """Read the contents of a file, or of all files of a folder.
-
-    If a folder has an index (``model.safetensors.index.json``), exactly the tensors that it names are read.
+    """Read the contents of a file, or of the files of a folder: those of ``model_files``, else all.
 
     Raises:
         CheckpointError: a file is damaged or hostile, or parts of a tensor are missing.
         OSError: reading fails.
     """
-    folder, names = (place, safetensors_names(place)) if place.is_dir() else (place.parent, [place.name])
+    if place.is_dir():
+        return _read(place, model_files(place) or _all_files(place))
+    return _read(place.parent, [place.name])
+
+
+def _read(folder: Path, names: Sequence[str]) -> Foreign:
     files = [SafetensorsFile(folder, name) for name in names]
     pieces: dict[str, list[tuple[str, Piece]]] = {}
     unreadable: dict[str, str] = {}
@@ -144,9 +166,9 @@ def read_safetensors(place: Path) -> Foreign:
                 pieces.setdefault(key, []).append((dtype, piece))
             else:
                 unreadable[key] = f"a Crius checkpoint cannot hold {dtype}"
-    tensors = {key: _whole(key, found, f"{key} in {place}") for key, found in pieces.items()}
+    tensors = {key: _whole(key, found, f"{key} in {folder}") for key, found in pieces.items()}
     if both := tensors.keys() & unreadable.keys():
-        raise refusal(str(place), f"{min(both)} has several dtypes")
+        raise refusal(str(folder), f"{min(both)} has several dtypes")
     return Foreign("safetensors", tensors, {}, unreadable)
 
 
@@ -161,24 +183,75 @@ def _whole(key: str, found: list[tuple[str, Piece]], where: str) -> TensorSource
     return TensorSource(key, dtypes.pop(), shape, pieces)
 
 
-def safetensors_names(folder: Path) -> list[str]:
-    """The names of the files of a folder that are read.
+def model_files(folder: Path) -> list[str]:
+    """The names of a model's files in a folder, as transformers chooses them; empty: there are none.
+
+    They are ``model.safetensors``, else the index (``model.safetensors.index.json``) and the files that it names, else
+    ``model-*-of-*.safetensors``. A line says which files are left out.
 
     Raises:
-        CheckpointError: its index does not match the files.
+        CheckpointError: an index does not match its files, or ``model.safetensors`` and its index have other weights.
     """
-    there = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX))
+    there = _all_files(folder)
+    index = _index(folder)
+    named = sorted(set(index.values()))
+    names = named or [name for name in there if _SHARD.fullmatch(name)]
+    if WHOLE in there:
+        names = [WHOLE]
+    known = [*names, ADAPTER_FILE] if (folder / ADAPTER_CONFIG).exists() else names
+    left = [name for name in there if name not in known]
+    if names == named:
+        _check_index(folder, index)
+    elif named:
+        left.append(f"{INDEX}, {_why_stale(folder, named)}")
+    if names and left:
+        said(f"{folder}: {', '.join(shortened(names))} read; left out: {', '.join(shortened(left))}")
+    return names
+
+
+def _all_files(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX))
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Files by the tensors that the index says they have; empty: there is no index."""
     if not (folder / INDEX).exists():
-        return there
+        return {}
     with open_inside(folder, INDEX) as file:
         data = file.read(min(MAX_HEADER, os.fstat(file.fileno()).st_size))
     where = f"{folder}/{INDEX}"
     index = json_object(data, where).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise refusal(where, "it has no weight_map from keys to files")
-    named = sorted({check_name(name, where) for name in index.values()})
-    held = {key: name for name in named for key in SafetensorsFile(folder, name).tensors}
+    return {key: check_name(name, where) for key, name in index.items()}
+
+
+def _check_index(folder: Path, index: Mapping[str, str]) -> None:
+    held = {key: name for name in sorted(set(index.values())) for key in SafetensorsFile(folder, name).tensors}
     wrong = sorted(key for key in index.keys() | held.keys() if index.get(key) != held.get(key))
     if wrong:
-        raise refusal(where, f"{wrong[0][:100]!r} and {len(wrong) - 1} more keys are not in the files that it names")
-    return named
+        raise refusal(
+            f"{folder}/{INDEX}",
+            f"{wrong[0][:100]!r} and {len(wrong) - 1} more keys are not in the files that it names",
+        )
+
+
+def _why_stale(folder: Path, named: Sequence[str]) -> str:
+    """Why the index beside ``model.safetensors`` is left out.
+
+    Raises:
+        CheckpointError: the files ``named`` there have other weights.
+    """
+    if absent := [name for name in named if not (folder / name).exists()]:
+        return f"which names {absent[0]}, and that is absent"
+    contents = [
+        {(key, tensor.dtype, tensor.shape, digest_of(tensor.read())) for key, tensor in read.tensors.items()}
+        for read in (_read(folder, [WHOLE]), _read(folder, named))
+    ]
+    if differing := contents[0] ^ contents[1]:
+        raise CheckpointError(
+            f"{folder} has {WHOLE} and {INDEX}, whose weights differ, such as {min(differing)[0]}.",
+            why=f"one of them is stale; transformers reads {WHOLE}",
+            fix=f"rm {shlex.quote(f'{folder}/{INDEX}')}, which keeps {WHOLE}",
+        )
+    return "which has the same weights"

@@ -1,16 +1,19 @@
 """Opens the weights of a model: a run, a checkpoint, or a Hugging Face folder. No torch, and no code is run."""
 
+import contextlib
 import logging
+import os
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from crius.checkpoint.disk import Disk
 from crius.checkpoint.folder import read_manifest
-from crius.checkpoint.manifest import ALGORITHM, Hasher, Manifest, blocks_of
+from crius.checkpoint.manifest import ALGORITHM, MAX_TEXT, Hasher, Manifest, blocks_of, digest_of
 from crius.checkpoint.names import MANIFEST, step_name
 from crius.checkpoint.pieces import Shape, TensorSource, misfits, stacked, stored
 from crius.checkpoint.state import read_state
@@ -19,10 +22,20 @@ from crius.config.load import OF_EXPERTS, TAKEN
 from crius.config.lora import saved_lora
 from crius.data.chat.template import LARGEST_TEXT, find_template
 from crius.data.tokenizer_files import TOKENIZER, original_file
-from crius.errors import CheckpointError, ConfigError
-from crius.interop.adapters import Adapters, merged, read_adapters, rounded_to
+from crius.errors import CheckpointError, ConfigError, CriusError
+from crius.interop.adapters import Adapters, merged, read_adapters
 from crius.interop.foreign import Foreign, open_inside, read_inside
-from crius.interop.safetensors_file import SUFFIX, json_object, read_safetensors, safetensors_names
+from crius.interop.numbers import check_dtypes, finite
+from crius.interop.peft import differences, read_peft
+from crius.interop.safetensors_file import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    SUFFIX,
+    json_object,
+    model_files,
+    read_safetensors,
+    said,
+)
 from crius.models.config import rope_scaling_text
 from crius.models.description import ModelDescription
 from crius.models.huggingface import read_model_settings, rows_of
@@ -30,12 +43,16 @@ from crius.models.registry import SPECS, families, find_spec
 
 log = logging.getLogger("crius.interop")
 
+NONFINITE = "allow_nonfinite"
+"""Entry in the settings of an imported checkpoint: its parameters may have numbers that are not finite."""
+
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
 """Name of the tokenizer's folder in a run folder that an import wrote."""
 
 _MOST_BASES = 16
+_WRAPPERS = re.compile(r"(_orig_mod\.|module\.)+")  # of torch.compile and DistributedDataParallel
 _DERIVED = ".rotary_emb.inv_freq"  # saved by older versions of transformers; it follows from the config
 
 
@@ -98,23 +115,74 @@ class Weights:
 _FUSED_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-def open_weights(path: str, where: str = "command line", depth: int = 0) -> Weights:
-    """Open the weights of a run folder (its newest intact checkpoint), a checkpoint, or a Hugging Face folder.
+def open_weights(
+    path: str,
+    where: str = "command line",
+    depth: int = 0,
+    *,
+    adapter: str = "",
+    allow_nonfinite: bool = False,
+) -> Weights:
+    """Open the weights of a run folder (its newest intact checkpoint), a checkpoint, a Hugging Face folder, or a folder
+    with a LoRA adapter of PEFT.
 
-    The adapters of a LoRA run are merged into their base, which is read from its place at the start of the run.
+    Adapters are merged into their base, which is read from its place at the start of the run, or from
+    ``base_model_name_or_path``. Reading a parameter with numbers that are not finite raises a ``CheckpointError``.
 
     Args:
         path: path of the source; for checkpoints also an fsspec URL.
         where: origin of the path, for messages.
-        depth: number of LoRA runs that were started from these weights.
+        depth: number of adapters that were trained on these weights.
+        adapter: what happens to a PEFT adapter in one folder with weights: merge, keep (apart, but in ``tensors`` it is
+            merged) or leave_out; empty: it is refused.
+        allow_nonfinite: parameters may have numbers that are not finite.
 
     Raises:
         ConfigError: there is no such source, or its model is unknown to Crius.
         CheckpointError: the source is damaged or hostile, or its tensors do not match its model; names all mismatches.
         OSError: reading fails.
     """
+    if depth > _MOST_BASES:
+        raise CheckpointError(f"{path} has adapters of adapters, more than {_MOST_BASES} levels deep.", where=where)
+    weights = _opened(path, where, depth, adapter)
+    return weights if depth or allow_nonfinite else guarded(weights, path)
+
+
+def guarded(weights: Weights, path: str) -> Weights:
+    """Return ``weights`` whose parameters raise a ``CheckpointError`` when numbers that are not finite are read.
+
+    Args:
+        weights: weights of any source.
+        path: path of the source, for messages.
+
+    Raises:
+        CheckpointError: parameters of another program are not floating-point.
+    """
+    names = weights.facts.parameter_shapes.keys()
+    if weights.saved is None:
+        check_dtypes(weights.tensors, names, path)
+    elif weights.saved.manifest.config.get(NONFINITE):
+        return weights
+    adapters = weights.adapters
+    if adapters:
+        adapters = replace(adapters, tensors=finite(adapters.tensors, adapters.tensors, path))
+    return replace(weights, tensors=finite(weights.tensors, names, path), adapters=adapters)
+
+
+def _opened(path: str, where: str, depth: int, adapter: str) -> Weights:
     place = Path(path).expanduser()
     is_ours = "://" in path or (place / MANIFEST).exists() or (place / "run.toml").exists()
+    if not is_ours and (place / ADAPTER_CONFIG).exists():
+        has_weights = bool(model_files(place))
+        if has_weights and not adapter:
+            raise ConfigError(
+                f"{path} has both a model and an adapter, {ADAPTER_CONFIG}.",
+                where=where,
+                why="with the adapter it is another model",
+                fix=f"crius import {shlex.quote(path)} DIR --adapter leave_out (or merge, or keep), and give DIR",
+            )
+        if not has_weights or adapter != "leave_out":
+            return _of_peft(place, where, depth, str(place) if has_weights else "")
     if not is_ours and (place / CONFIG).exists():
         return _of_hugging_face(place, where)
     if not is_ours and place.suffix == ".gguf":
@@ -147,8 +215,8 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
     manifest = read_manifest(disk, name)
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     tensors = {key.removeprefix("model."): tensor for key, tensor in stored(disk, name, entries).items()}
-    model = _saved_model(manifest, f"{disk.where}/{name}")
     place = f"{disk.where}/{name}"
+    model = _saved_model(manifest, place)
     saved = Saved(disk, name, manifest)
     told = dict[str, Any]()
     try:
@@ -159,8 +227,8 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
         recorded = read_state(*saved).get("init_from", {})
         adapters = read_adapters(lora, tensors, described(model), recorded, place)
         base = _base_of(adapters, model, place, where, depth + 1)
-        tensors = merged(adapters, base.tensors)
-        told = {"adapters": adapters, "rounds": rounded_to(adapters, base.tensors)}
+        tensors, rounds = merged(adapters, base.tensors)
+        told = {"adapters": adapters, "rounds": rounds}
     else:
         check_tensors(model, {key: tensor.shape for key, tensor in tensors.items()}, str, place)
     own = Path(disk.where).parent / TOKENIZER_FOLDER
@@ -170,7 +238,7 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
         model=model,
         tensors=tensors,
         tokenizer=tokenizer,
-        chat_template=read_chat_template(Path(tokenizer)) if tokenizer not in ("", "byte") else "",
+        chat_template=read_chat_template(tokenizer),
         kind="Crius checkpoint",
         origin=f"step {manifest.step} of {disk.where}",
         hash_now=lambda: manifest.digest,
@@ -185,13 +253,11 @@ def _base_of(adapters: Adapters, model: Mapping[str, Any], place: str, where: st
     Raises:
         CriusError: they are missing, or differ.
     """
-    if depth > _MOST_BASES:
-        raise CheckpointError(f"{place} has adapters of adapters, more than {_MOST_BASES} levels deep.", where=where)
     path = adapters.base["path"]
     digest = adapters.base["digest"]
     fix = "put it back there, or a link to it; a run that resumes also takes --checkpoint.init_from"
     try:
-        base = open_weights(path, where, depth)
+        base = open_weights(path, where, depth, adapter="leave_out")
     except (ConfigError, OSError) as error:
         what = error.what if isinstance(error, ConfigError) else str(error)
         raise ConfigError(
@@ -243,11 +309,11 @@ def described(model: Mapping[str, Any]) -> ModelDescription:
 
 def _of_hugging_face(folder: Path, where: str) -> Weights:
     model = settled(read_model_settings(str(folder), families(), where, with_weights=True)[1])
-    names = safetensors_names(folder)
+    names = model_files(folder)
     if not names:
         pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
         raise CheckpointError(
-            f"{folder} has no {SUFFIX} files.",
+            f"{folder} has no model{SUFFIX}, index or model-*-of-*{SUFFIX}.",
             where=where,
             why=f"{pickles[0]} is a pickle, which can run code; it was not read" if pickles else "",
             fix="get the repository's safetensors, or save them: model.save_pretrained(DIR) in transformers",
@@ -256,12 +322,91 @@ def _of_hugging_face(folder: Path, where: str) -> Weights:
         model=model,
         tensors=hugging_face_tensors(read_safetensors(folder), model, str(folder)),
         tokenizer=str(folder) if (folder / TOKENIZER).is_file() or original_file(folder) else "",
-        chat_template=read_chat_template(folder),
+        chat_template=read_chat_template(str(folder)),
         kind="Hugging Face",
         origin=f"Hugging Face folder {folder}",
         folder=folder,
         hash_now=partial(hash_files, folder, [CONFIG, *names]),
     )
+
+
+def _of_peft(folder: Path, where: str, depth: int, base_path: str) -> Weights:
+    """Base and adapter of a folder of PEFT.
+
+    Args:
+        folder: the folder.
+        where: origin of its path, for messages.
+        depth: number of adapters that were trained on these weights.
+        base_path: path of the base; empty: the settings name it.
+
+    Raises:
+        CriusError: see ``open_weights``; names all settings that are not supported.
+    """
+    file = f"{folder}/{ADAPTER_CONFIG}"
+    content = json_object(read_inside(folder, ADAPTER_CONFIG, LARGEST_TEXT), file)
+    errors: list[CriusError] = [
+        ConfigError(f"{file}: {what}.", where=where, fix="merge the adapter with PEFT first, model.merge_and_unload()")
+        for what in differences(content)
+    ]
+    try:
+        path = base_path or _base_path(folder, content)
+        base = open_weights(path, where, depth + 1, adapter="leave_out")
+        lora, factors = read_peft(folder, content, base.facts, families()[base.model["name"]])
+        told = {"kind": base.kind, "path": path, "digest": ""}
+        adapters = read_adapters(lora, factors, base.facts, told, str(folder))
+        tensors, rounds = merged(adapters, base.tensors)
+    except CriusError as error:
+        errors.append(error)
+    if errors:
+        raise ConfigError.together(errors)
+    tokenizer = str(folder) if (folder / TOKENIZER).is_file() else base.tokenizer
+    return replace(
+        base,
+        tensors=tensors,
+        tokenizer=tokenizer,
+        chat_template=read_chat_template(tokenizer),
+        kind="PEFT",
+        origin=f"PEFT adapter {folder} of {base.origin}",
+        hash_now=lambda: digest_of(f"{hash_files(folder, [ADAPTER_CONFIG, ADAPTER_FILE])} {base.digest}".encode()),
+        saved=None,
+        adapters=adapters,
+        rounds=rounds,
+    )
+
+
+def _base_path(folder: Path, content: Mapping[str, Any]) -> str:
+    """Path of the base of a PEFT adapter: from this folder or beside the adapter, or in the hub's cache.
+
+    Raises:
+        CriusError: the base is not on this machine, or not named.
+    """
+    name = str(content.get("base_model_name_or_path") or None)
+    for place in (name, f"{folder.absolute().parent}/{name}"):
+        if os.path.exists(place):
+            return place
+    with contextlib.suppress(Exception):  # the package is missing, or its cache lacks the name
+        import huggingface_hub  # noqa: PLC0415  optional package
+
+        return huggingface_hub.snapshot_download(name, revision=content.get("revision"), local_files_only=True)
+    raise ConfigError(
+        f"{ascii(name)[1:-1]}, the base of the adapter {folder}, is not on this machine.",
+        where=f"base_model_name_or_path in {folder}/{ADAPTER_CONFIG}",
+        fix=f"hf download {shlex.quote(name)}, if it is a name of the hub; or write the path of its folder there",
+    )
+
+
+def record_of(weights: Weights, path: str) -> dict[str, str]:
+    """Origin, kind, path and hash of weights, for the state of a run that starts from them.
+
+    Args:
+        weights: opened weights.
+        path: path that they were opened from.
+    """
+    if weights.saved:  # the path of the checkpoint itself: its run may save further ones
+        path = f"{weights.saved.disk.where}/{weights.saved.name}"
+    place = path if "://" in path else str(Path(path).expanduser().absolute())
+    origin = ascii(weights.origin)[1:-1][:MAX_TEXT]
+    return {"origin": origin, "kind": weights.kind, "path": place, "digest": weights.digest}
 
 
 def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str) -> dict[str, TensorSource]:
@@ -281,6 +426,11 @@ def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str)
         key, why = min(foreign.unreadable.items())
         raise CheckpointError(f"{key} of {where} and {len(foreign.unreadable) - 1} more cannot be used.", why=why)
     there = {key: tensor for key, tensor in foreign.tensors.items() if not key.endswith(_DERIVED)}
+    if prefix := _WRAPPERS.match(os.path.commonprefix(list(there))):
+        said(f"{where}: all names of tensors begin with {prefix[0]}, which is left out")
+        there = {key.removeprefix(prefix[0]): tensor for key, tensor in there.items()}
+    if not any(key.startswith("model.") for key in there):  # of the base model, without base_model_prefix
+        there = {key if key in family.names.values() else f"model.{key}": tensor for key, tensor in there.items()}
     first, second = (family.names.get(name, "") for name in ("tok_embeddings.weight", "output.weight"))
     if model["tied_embeddings"] and {first, second} <= there.keys():
         if there[first].read() != there[second].read():
@@ -335,13 +485,18 @@ def check_tensors(
     return {name: translated(name) for name in facts.state_names}
 
 
-def read_chat_template(folder: Path) -> str:
-    """The chat template in a tokenizer's folder, from its own file or from tokenizer_config.json; empty: there is none.
+def read_chat_template(tokenizer: str) -> str:
+    """The chat template of a tokenizer, in a file of its folder or in tokenizer_config.json; empty: there is none.
+
+    Args:
+        tokenizer: value for ``--tokenizer.path``.
 
     Raises:
         CheckpointError: the file is not JSON, or too large.
     """
-    folder = folder if folder.is_dir() else folder.parent
+    if tokenizer in ("", "byte"):
+        return ""
+    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
 
     def read(name: str) -> bytes | None:
         return read_inside(folder, name, LARGEST_TEXT) if (folder / name).exists() else None

@@ -210,7 +210,8 @@ def _read(path: str, where: str) -> tuple[Path, dict[str, Any]]:
 def _differences(content: Mapping[str, Any], family: HuggingFace) -> Iterator[str]:
     """Keys of a file that our model does not support."""
     architectures = content.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+    of_base_model = family.architecture.replace("ForCausalLM", "Model")
+    if architectures not in ([family.architecture], [of_base_model]):
         yield f"architectures is {_shown(architectures)}; only {_shown([family.architecture])} is supported"
     for key, same in {**_COMPUTES, **family.computes}.items():
         value = content.get(key)

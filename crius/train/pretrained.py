@@ -7,18 +7,16 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from crius.checkpoint.load import load_tensors
-from crius.checkpoint.manifest import MAX_TEXT
 from crius.checkpoint.plain import NAMES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.interop.initial import open_base, open_initial
-from crius.interop.weights import Weights
+from crius.interop.weights import Weights, record_of
 from crius.optim import state as optimizer_state
 from crius.parallel.runtime import World
 from crius.quantize.frozen import fill, quantized_linears
@@ -52,7 +50,7 @@ def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str
             grown[name] = replace(source, shape=tuple(target.shape))
     load_tensors({**weights.tensors, **grown}, targets)
     optimizer_state.fill_copies(state.optimizer, names)
-    initial: dict[str, str] = ranks.gather_json(_record(weights, path) if ranks.rank == 0 else None)[0]
+    initial: dict[str, str] = ranks.gather_json(record_of(weights, path) if ranks.rank == 0 else None)[0]
     log.info("init: weights of %s, %s; step 0, fresh optimizer state", weights.origin, initial["digest"])
     _log_dtypes(weights, targets.items())
     if (rows := config.model.vocab_size - weights.model["vocab_size"]) > 0:
@@ -80,7 +78,7 @@ def load_base(
         ConfigError: its hash is not the recorded one.
     """
     path, weights = open_base(config, recorded)
-    found: dict[str, str] = ranks.gather_json(_record(weights, path) if ranks.rank == 0 else None)[0]
+    found: dict[str, str] = ranks.gather_json(record_of(weights, path) if ranks.rank == 0 else None)[0]
     if recorded and found["digest"] != recorded["digest"]:
         raise ConfigError(
             f"{weights.origin} is not the base that the adapters were trained on.",
@@ -121,11 +119,3 @@ def _log_tokenizer(weights: Weights, config: RunConfig) -> None:
         log.warning("init: the weights come without a tokenizer: %s is used", config.tokenizer.path)
     elif weights.tokenizer != config.tokenizer.path:
         log.warning("init: tokenizer %s, but the weights came with %s", config.tokenizer.path, weights.tokenizer)
-
-
-def _record(weights: Weights, path: str) -> dict[str, str]:
-    if weights.saved:  # the path of the checkpoint itself: its run may save further ones
-        path = f"{weights.saved.disk.where}/{weights.saved.name}"
-    place = path if "://" in path else str(Path(path).expanduser().absolute())
-    origin = ascii(weights.origin)[1:-1][:MAX_TEXT]
-    return {"origin": origin, "kind": weights.kind, "path": place, "digest": weights.digest}

@@ -201,7 +201,7 @@ SETTINGS = {
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, 'quantised by "gptq" are not read'),
     "awq": ({"quantization_config": {"quant_method": "awq"}}, 'quantised by "awq" are not read'),
     "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes"}}, 'by "bitsandbytes" are not'),
-    "headless": ({"architectures": ["LlamaModel"]}, 'only ["LlamaForCausalLM"] is supported'),
+    "classifier": ({"architectures": ["LlamaForTokenClassification"]}, 'only ["LlamaForCausalLM"] is supported'),
 }
 
 

@@ -214,7 +214,7 @@ def _swapped(heads: np.ndarray[Any, Any]) -> memoryview:
 
 def write_checkpoint(
     disk: Disk,
-    tensors: Mapping[str, TensorSource],
+    tensors: Mapping[str, Part | TensorSource],
     readers: Mapping[str, Callable[[], memoryview]],
     step: int,
     kind: str,

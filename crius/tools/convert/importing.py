@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,22 +12,29 @@ from typing import Any
 import tomli_w
 
 from crius.checkpoint.disk import open_disk
+from crius.checkpoint.files import Part
 from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.manifest import ALGORITHM
 from crius.checkpoint.names import step_name
+from crius.checkpoint.pieces import TensorSource
 from crius.config.data import TokenizerConfig
 from crius.config.operation import CheckpointConfig
 from crius.data.chat.template import TEMPLATE
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_files import ADDED_TOKENS, TOKENIZER, TOKENIZER_CONFIG, original_file, tokenizer_file
-from crius.errors import ConfigError, EnvironmentError
+from crius.errors import CheckpointError, ConfigError, EnvironmentError
+from crius.interop.adapters import Adapters
+from crius.interop.casting import cast
 from crius.interop.foreign import open_inside, read_inside
 from crius.interop.weights import (
     CONFIG,
     GENERATION,
+    NONFINITE,
     TOKENIZER_FOLDER,
     Weights,
+    guarded,
     open_weights,
+    record_of,
 )
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import write_checkpoint
@@ -61,28 +68,33 @@ class Import:
     Attributes:
         where: the run folder.
         weights: weights of the source.
+        adapters: the adapters that were written; None: all weights were.
+        parts: the tensors that were written.
         manifest: hash of the checkpoint's manifest.
         tokenizer: tokenizer of the model, or why there is none.
     """
 
     where: str
     weights: Weights
+    adapters: Adapters | None
+    parts: Sequence[Part]
     manifest: str
     tokenizer: str
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        tensors = self.weights.tensors.values()
+        count = (self.adapters or self.weights.facts).num_parameters
         return {
             "run": self.where,
             "kind": self.weights.kind,
             "source": self.weights.origin,
             "source_digest": self.weights.digest,
             "model": dict(self.weights.model),
-            "parameters": self.weights.facts.num_parameters,
-            "tensors": len(tensors),
-            "bytes": sum(tensor.num_bytes for tensor in tensors),
-            "dtypes": sorted({tensor.dtype for tensor in tensors}),
+            "adapter": dict(vars(self.adapters.lora)) if self.adapters else None,
+            "parameters": count,
+            "tensors": len(self.parts),
+            "bytes": sum(part.num_bytes for part in self.parts),
+            "dtypes": sorted({part.dtype for part in self.parts}),
             "tokenizer": self.tokenizer,
             "chat_template": bool(self.weights.chat_template),
             "manifest": self.manifest,
@@ -92,23 +104,27 @@ class Import:
         """For people."""
         facts = self.as_dict()
         sizes = ", ".join(f"{name} {value}" for name, value in self.weights.sizes.items() if name != "flavor")
+        noun = f"of adapters of rank {self.adapters.lora.rank} " if self.adapters else ""
         template = "with" if facts["chat_template"] else "without"
         return [
             f"source      {facts['source']}, {facts['source_digest']}",
             f"model       {self.weights.model['name']}: {sizes}",
-            f"parameters  {facts['parameters']:,} in {facts['tensors']:,} tensors of {', '.join(facts['dtypes'])}, "
-            f"{facts['bytes'] / 2**20:,.1f} MiB",
+            f"parameters  {facts['parameters']:,} {noun}in {facts['tensors']:,} tensors of {', '.join(facts['dtypes'])}"
+            f", {facts['bytes'] / 2**20:,.1f} MiB",
             f"tokenizer   {self.tokenizer}, {template} a chat template",
             f"written     {self.where}, manifest {self.manifest}",
         ]
 
 
-def import_model(source: str, target: str) -> Import:
+def import_model(source: str, target: str, *, adapter: str = "", allow_nonfinite: bool = False) -> Import:
     """Write the model in ``source`` as the run folder ``target``, one tensor at a time in memory.
 
     Args:
-        source: Hugging Face folder, name of a repository of its hub, or GGUF file.
+        source: Hugging Face folder, folder of PEFT, name of a repository of the hub with one of them, or GGUF file.
         target: run folder; new or empty. All of it is written, or nothing.
+        adapter: merge: adapters are added to their base. keep: the run folder has the adapters alone, as a LoRA run
+            has. leave_out: an adapter beside a model is not read. Empty: keep for a folder of PEFT, else merge.
+        allow_nonfinite: parameters may be NaN or infinite, here and wherever the run folder is read.
 
     Raises:
         ConfigError: the target exists, or the source does not, or Crius does not have its model.
@@ -117,29 +133,64 @@ def import_model(source: str, target: str) -> Import:
     """
     place = Path(target).expanduser()
     with new_folder(target) as folder:
-        weights, files, note = _opened(source)
+        weights, files, note = _opened(source, adapter, allow_nonfinite)
+        adapters = _kept(source, weights, adapter)
         (folder / TOKENIZER_FOLDER).mkdir()
         for name, write in files.items():
             write(folder / TOKENIZER_FOLDER / name)
         about = _tokenizer(folder, weights.model["vocab_size"], note)
-        tables = {"model": dict(weights.model)}
+        tables: dict[str, dict[str, Any]] = {"model": dict(weights.model)}
+        if adapters:
+            tables["lora"] = {**vars(adapters.lora), "targets": list(adapters.lora.targets)}
         if (folder / TOKENIZER_FOLDER).exists():
             tables["tokenizer"] = {"path": str(place.absolute() / TOKENIZER_FOLDER)}
         elif weights.tokenizer == "byte":
             tables["tokenizer"] = {"path": "byte"}
         (folder / "run.toml").write_text(f"# {ascii(weights.origin)[1:-1]}\n" + tomli_w.dumps(tables))
         config = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
-        digest = _write(folder, weights, config)
-    return Import(str(place), weights, f"{ALGORITHM}:{digest}", about)
+        if allow_nonfinite:
+            config[NONFINITE] = True
+        tensors = adapters.tensors if adapters else weights.tensors
+        parts = []
+        for name, tensor in tensors.items():
+            dtype = weights.rounds.get(name, tensor.dtype)
+            parts.append(Part(name, dtype, tensor.shape, partial(_read, tensor, dtype)))
+        digest = _write(folder, weights, adapters, parts, config)
+    return Import(str(place), weights, adapters, parts, f"{ALGORITHM}:{digest}", about)
 
 
-def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]], str]:
+def _read(tensor: TensorSource, dtype: str) -> memoryview:
+    try:
+        return cast(tensor.read(), tensor.dtype, dtype)
+    except OverflowError:
+        what = f"the sum of {tensor.key} and its adapter is too large for {dtype}, the dtype of the base."
+        raise CheckpointError(what, where="--adapter merge", fix="--adapter keep") from None
+
+
+def _kept(source: str, weights: Weights, adapter: str) -> Adapters | None:
+    """The adapters that are written without their base.
+
+    Raises:
+        ConfigError: ``adapter`` does not fit the source.
+    """
+    if bool(weights.adapters) != (adapter in ("merge", "keep")) and adapter:
+        has = "has only an adapter" if weights.adapters else "has no adapter"
+        fix = "--adapter keep, or merge" if weights.adapters else "leave out --adapter"
+        raise ConfigError(f"{source} {has}.", where=f"--adapter {adapter}", fix=fix)
+    is_kept = adapter == "keep" or (not adapter and weights.kind == "PEFT")
+    return weights.adapters if is_kept else None
+
+
+def _opened(
+    source: str, adapter: str, allow_nonfinite: bool
+) -> tuple[Weights, Mapping[str, Callable[[Path], object]], str]:
     """The weights of a source, functions that write each file of its tokenizer, and a note on the tokenizer."""
     path = Path(source).expanduser()
     if path.suffix == SUFFIX and path.exists():
         found = open_gguf(path, "command line")
         texts = {name: (lambda to, text=text: to.write_text(text)) for name, text in found.tokenizer.items()}
-        return found.weights, texts, found.note
+        weights = found.weights if allow_nonfinite else guarded(found.weights, source)
+        return weights, texts, found.note
     if (path / METADATA).exists():
         fix = f"crius checkpoint convert {source} DIR, and --checkpoint.load_path DIR"
         what = "is a checkpoint of torch's DCP, which does not name its model"
@@ -148,7 +199,8 @@ def _opened(source: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]
     if not path.exists() and not is_name and "://" not in source:
         fix = "give a Hugging Face folder, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
         raise ConfigError(f"there is no {source}.", where="command line", fix=fix)
-    weights = open_weights(str(_from_hub(source)) if is_name else source)
+    place = str(_from_hub(source)) if is_name else source
+    weights = open_weights(place, adapter=adapter, allow_nonfinite=allow_nonfinite)
     tokenizer = Path(weights.tokenizer)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     is_file = weights.tokenizer not in ("", "byte")
@@ -218,11 +270,18 @@ def _tokenizer(folder: Path, num_rows: int, note: str) -> str:
     return f"{built.vocab_size:,} ids" + (f" ({note})" if note else "")
 
 
-def _write(folder: Path, weights: Weights, config: dict[str, Any]) -> str:
+def _write(
+    folder: Path, weights: Weights, adapters: Adapters | None, parts: Sequence[Part], config: dict[str, Any]
+) -> str:
     """Write the checkpoint; returns the hash of its manifest."""
     disk = open_disk(str(folder / CheckpointConfig.folder))
-    tensors = {f"model.{name}": tensor for name, tensor in weights.tensors.items()}
-    readers = {name: tensor.read for name, tensor in tensors.items()}
+    tensors = {f"model.{part.key}": part for part in parts}
+    readers = {name: part.data for name, part in tensors.items()}
     state = {"imported": True, "source": weights.origin, "source_kind": weights.kind, "source_digest": weights.digest}
+    if weights.folder:
+        state["source_folder"] = str(weights.folder.absolute())
+    if adapters:
+        path = adapters.base["path"]
+        state["init_from"] = record_of(open_weights(path, adapter="leave_out"), path)
     write_checkpoint(disk, tensors, readers, 0, weights.kind, config, state)
     return read_manifest(disk, step_name(0)).digest

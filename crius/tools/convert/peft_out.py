@@ -1,19 +1,24 @@
 """``crius export`` of the adapters of a LoRA run: a folder that PEFT loads, proven by reading it back. No torch."""
 
+import contextlib
 import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from crius import __version__
-from crius.errors import ConfigError
+from crius.checkpoint.state import read_state
+from crius.errors import ConfigError, CriusError
 from crius.host import free_host_bytes
 from crius.interop.adapters import Adapters
 from crius.interop.context import longest_context
-from crius.interop.safetensors_file import read_safetensors
-from crius.interop.weights import Weights
+from crius.interop.peft import PREFIX
+from crius.interop.safetensors_file import ADAPTER_CONFIG, read_safetensors
+from crius.interop.weights import Weights, open_weights
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.exporting import (
     Export,
@@ -29,9 +34,8 @@ from crius.tools.convert.model_card import model_card
 from crius.tools.convert.new_folder import new_folder
 from crius.tools.convert.tokenizer_out import write_tokenizer
 
-_CONFIG = "adapter_config.json"
 _STEM = "adapter_model"
-_PREFIX = "base_model.model."
+_SNAPSHOT = re.compile(r".*/models--([\w.-]+)--([\w.-]+)/snapshots/([0-9a-f]+)")  # a folder of the hub's cache
 _ONE_FILE = 1 << 62
 """Bytes of a file: PEFT reads one file of any size."""
 
@@ -61,7 +65,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
     modules = foreign_names(weights.model["name"], [f"{name}.weight" for name in adapters.linears])[1]
     modules = {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in modules.items()}
     names = {
-        f"{name}.{part}": f"{_PREFIX}{theirs}.{part}.weight"
+        f"{name}.{part}": f"{PREFIX}{theirs}.{part}.weight"
         for name, theirs in modules.items()
         for part in ("lora_A", "lora_B")
     }
@@ -69,10 +73,11 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
     is_rounded = [part.dtype for part in exact] != [part.dtype for part in parts]
     with new_folder(target) as folder:
         about = write_tokenizer(folder, weights, longest_context(weights))[0]
-        config = adapter_config(adapters, weights, list(modules.values()))
-        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        base = base_of(adapters)
+        config = adapter_config(adapters, weights, list(modules.values()), base)
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         files = write_parts(folder, exact, _STEM, most=_ONE_FILE)
-        logits = _logits(folder, weights, adapters)
+        logits = _logits(folder, weights, adapters, base)
         if is_rounded:  # rounding is not an error of the export; rounded tensors are read back below
             files = write_parts(folder, parts, _STEM, most=_ONE_FILE)
             logits += f", before the adapters were rounded to {dtype}"
@@ -87,19 +92,57 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
             logits=logits,
         )
         told = {"written by Crius": __version__, "parameters": f"{adapters.num_parameters:,}", **source.facts}
-        told |= {"base": adapters.base["path"], "hash of the base": adapters.base["digest"]}
+        told |= {"base": adapters.base["path"], "hash of the base": base.digest}
         text = model_card(done.lines(), told, source.settings, files, library="peft")
         (folder / "README.md").write_text(text, encoding="utf-8")
     return done
 
 
-def adapter_config(adapters: Adapters, weights: Weights, modules: Sequence[str]) -> dict[str, Any]:
+class Base(NamedTuple):
+    """The base of adapters, for PEFT.
+
+    Attributes:
+        name: name of the hub, or folder; the path of a checkpoint, if the base is neither.
+        revision: commit of the hub's repository; None: the base is not from the hub.
+        folder: folder that PEFT can open on this machine; empty: there is none.
+        digest: hash of the base.
+    """
+
+    name: str
+    revision: str | None
+    folder: str
+    digest: str
+
+
+def base_of(adapters: Adapters) -> Base:
+    """The base of ``adapters``. An imported checkpoint has the bits of the folder that it was imported from.
+
+    Raises:
+        CriusError: the base cannot be opened.
+    """
+    path = adapters.base["path"]
+    weights = open_weights(path, adapter="leave_out")
+    folder = weights.folder if weights.kind == "Hugging Face" else None
+    if weights.saved:
+        state = read_state(*weights.saved)
+        origin = Path(str(state.get("source_folder")))
+        with contextlib.suppress(CriusError, OSError):
+            if open_weights(str(origin), adapter="leave_out").digest == state.get("source_digest"):
+                folder = origin
+    place = str(folder.absolute()) if folder else ""
+    if match := _SNAPSHOT.fullmatch(place):
+        return Base(f"{match[1]}/{match[2]}", match[3], place, weights.digest)
+    return Base(place or path, None, place, weights.digest)
+
+
+def adapter_config(adapters: Adapters, weights: Weights, modules: Sequence[str], base: Base) -> dict[str, Any]:
     """PEFT's settings for ``adapters`` of ``modules``, which have PEFT's names."""
     lora = adapters.lora
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": adapters.base["path"],
+        "base_model_name_or_path": base.name,
+        "revision": base.revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
@@ -122,25 +165,25 @@ def _shortened(modules: Sequence[str], num_layers: int) -> list[str]:
     return sorted(counts) if set(counts.values()) <= {num_layers} else list(modules)
 
 
-def _logits(folder: Path, weights: Weights, adapters: Adapters) -> str:
+def _logits(folder: Path, weights: Weights, adapters: Adapters, base: Base) -> str:
     """Compare logits with those of PEFT, in a process of its own.
 
     Raises:
         CheckpointError: PEFT does not load the export, or has other logits.
     """
-    if adapters.base.get("kind") != "Hugging Face":
-        return "not compared: PEFT needs a Hugging Face base, but this base is a Crius checkpoint"
+    if not base.folder:
+        line = f"crius export {shlex.quote(base.name)} DIR --format hf"
+        return f"not compared: PEFT cannot open the base, a Crius checkpoint. {line}, and name DIR in {ADAPTER_CONFIG}"
     missing = [REQUIREMENTS[name] for name in ("transformers", "peft") if find_spec(name) is None]
     if missing:
         return f"not compared: {' and '.join(missing)} not installed ({install_line(*missing)})"
     needed = 9 * weights.facts.num_parameters  # in float32, with one more copy while adapters are added
     if needed > (free := free_host_bytes()):
         return f"not compared: it takes {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} are free"
-    assert weights.saved is not None
     job: Mapping[str, Any] = {
         **job_of(weights),
         "folder": str(folder),
-        "base": adapters.base["path"],
-        "source": f"{weights.saved.disk.where}/{weights.saved.name}",
+        "base": base.folder,
+        "source": adapters.where,
     }
     return compared(job)

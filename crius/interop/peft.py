@@ -1,0 +1,85 @@
+"""Folders of PEFT (github.com/huggingface/peft): LoRA adapters, by Crius's names. No torch."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from crius.checkpoint.pieces import TensorSource
+from crius.config.lora import LoraConfig, block_linears, target_names
+from crius.interop.safetensors_file import ADAPTER_FILE, read_safetensors
+from crius.models.description import ModelDescription
+from crius.models.huggingface import HuggingFace
+
+PREFIX = "base_model.model."
+"""Start of the names of all tensors; the name in Hugging Face's model follows."""
+
+_DEFAULT = 8  # of rank and alpha
+_NUMBERS = {"r": (int,), "lora_alpha": (int, float)}
+_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "use_rslora": (True, False),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),  # others change the base
+}
+_WITHOUT_EFFECT = set(  # on trained adapters; which layers have some is read from the tensors
+    "auto_mapping base_model_name_or_path revision peft_version inference_mode target_modules exclude_modules "
+    "layers_to_transform layers_pattern lora_dropout megatron_core loftq_config eva_config corda_config "
+    "qalora_group_size".split()
+)
+
+
+def differences(content: dict[str, Any]) -> Iterator[str]:
+    """Settings in an adapter_config.json that Crius does not support."""
+    for key, value in ({"peft_type": None} | content).items():
+        if key in _NUMBERS:
+            is_fine = type(value) in _NUMBERS[key] and 0 < value < math.inf
+        elif key in _PATTERNS and isinstance(value, dict):
+            is_fine = all(one == content.get(_PATTERNS[key], _DEFAULT) for one in value.values())
+        elif key in _SUPPORTED:
+            is_fine = value in _SUPPORTED[key]
+        else:
+            is_fine = key in _WITHOUT_EFFECT or not value or value == "none"
+        if not is_fine:
+            yield f"{key} {ascii(value)[:100]} is not supported"
+
+
+def read_peft(
+    folder: Path, content: Mapping[str, Any], model: ModelDescription, family: HuggingFace
+) -> tuple[LoraConfig, dict[str, TensorSource]]:
+    """The settings of adapters as the section ``[lora]``, and their tensors by our names; an unknown name is kept.
+
+    Args:
+        folder: folder of PEFT.
+        content: its adapter_config.json.
+        model: description of its base.
+        family: Hugging Face's names of the base.
+
+    Raises:
+        CheckpointError: the tensors are missing or damaged.
+    """
+    modules = {name: family.translated(f"{name}.weight").removesuffix(".weight") for name in block_linears(model)}
+    ours = {
+        f"{PREFIX}{module}.{part}.weight": f"{name}.{part}"
+        for name, module in modules.items()
+        for part in ("lora_A", "lora_B")
+    }
+    foreign = read_safetensors(folder / ADAPTER_FILE).tensors
+    tensors = {ours.get(key, key): tensor for key, tensor in foreign.items()}
+    adapted = {name.rpartition(".lora_")[0] for name in tensors}
+    names = tuple(name for name, module in modules.items() if name in adapted or _is_listed(module, content))
+    rank, alpha = (content.get(key, _DEFAULT) for key in _NUMBERS)
+    within = dict.fromkeys(name.split(".", 2)[2] for name in names)
+    for targets in ((), tuple(within), names):  # the shortest
+        lora = LoraConfig(rank=rank, alpha=alpha, rslora=bool(content.get("use_rslora")), targets=targets)
+        if target_names(lora, model) == names:
+            break
+    return lora, tensors
+
+
+def _is_listed(module: str, content: Mapping[str, Any]) -> bool:
+    """Whether ``target_modules`` is a list that names a module, in all layers."""
+    names = content.get("target_modules")
+    is_narrowed = any(content.get(key) not in (None, []) for key in ("layers_to_transform", "exclude_modules"))
+    return isinstance(names, list) and not is_narrowed and any(f".{module}".endswith(f".{name}") for name in names)
