@@ -146,17 +146,35 @@ def test_a_record_of_something_else_is_left_alone(evaluate, tasks, tmp_path):
     assert (tmp_path / "one_line.json").read_text() == '{"my": "notes"}'
 
 
+def choices(first, second, gold):
+    """A document with two choices, each a text, its log-probability and the number of its tokens."""
+    requests = tuple(Request("q", text) for text, _, _ in (first, second))
+    scores = [Score(log_prob, False, tokens) for _, log_prob, tokens in (first, second)]
+    return Document(0, requests, gold), scores
+
+
+# log-probability per character takes the right choice of each; another length takes the wrong one of at least one
+LENGTHS = [
+    choices((" éé", -4.0, 1), (" abc", -4.5, 1), gold=1),  # bytes
+    choices((" a", -2.1, 1), (" abcd", -6.0, 1), gold=1),  # characters with the space in front
+    choices((" abcd", -3.0, 1), (" ab", -2.0, 2), gold=0),  # tokens
+    choices((" abcd", -4.0, 1), (" x", -2.0, 1), gold=0),  # no length
+]
+
+
 def test_figures_are_as_defined():
-    documents = tuple(Document(i, (Request("q", " abcd"), Request("q", " x")), gold=i % 2) for i in range(4))
+    documents = tuple(Document(i, (Request("q", " äbcd"), Request("q", " x")), gold=i % 2) for i in range(4))
     task = Task("t", "multiple_choice", documents, 4, "")
     scores = [[Score(-4.0, False, 2), Score(-2.0, True, 1)] for _ in range(4)]
     found = figures(task, scores)
     assert found["accuracy"].value == 0.5, "the second choice is the more probable one"
-    assert found["accuracy_norm"].value == 0.5, "per character the first one is"
     assert found["accuracy"][1:] == pytest.approx((0.1500, 0.8500), abs=1e-4)  # Wilson's interval of 2 in 4
-    bits = (4 + 2 + 4 + 2) / math.log(2) / (5 + 2 + 5 + 2)
+    bits = (4 + 2 + 4 + 2) / math.log(2) / (6 + 2 + 6 + 2)  # of UTF-8
     assert found["bits_per_byte"].value == pytest.approx(bits)
     assert found["bits_per_byte"].low < bits < found["bits_per_byte"].high
+    lengths, of_lengths = zip(*LENGTHS, strict=True)
+    found = figures(Task("t", "multiple_choice", lengths, len(lengths), ""), of_lengths)
+    assert (found["accuracy"].value, found["accuracy_norm"].value) == (0, 1)
     one = figures(Task("t", "text", documents[:1], 1, ""), scores[:1])
     assert one.keys() == {"bits_per_byte"} and len(set(one["bits_per_byte"])) == 1
     alone = figures(Task("t", "continuation", documents[1:2], 1, ""), [[Score(-1.0, True, 1), Score(-1.0, True, 1)]])
