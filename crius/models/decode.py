@@ -143,8 +143,17 @@ def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: i
             setattr(owner, name, child)
 
 
+def log_probs_of(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+    """Log-probability ``(N,)`` of each id in nats, float32, over all rows of the model.
+
+    The softmax is in float32, as in lm-eval and in the loss of transformers. With 49,152 ids torch 2.13 on a CPU rounds
+    each log-probability up by about 8e-6 nats there.
+    """
+    return logits_NV.float().log_softmax(-1).gather(1, ids_N[:, None])[:, 0]
+
+
 class Step(NamedTuple):
-    """The next token of each sequence, and its log-probability at temperature 1 without ``top_k`` or ``top_p``."""
+    """The next token of each sequence, and its log-probability (``log_probs_of``): at temperature 1, without cuts."""
 
     ids_B: Tensor
     log_probs_B: Tensor
@@ -167,7 +176,8 @@ def generate(
         prompts: token ids of each prompt, at least one per prompt.
         pick: function from logits ``(B, V)`` to ids ``(B,)``, such as ``argmax`` or ``sample``.
         max_new_tokens: most tokens that are generated per sequence.
-        num_ids: number of ids that the tokenizer has a text for; the model may have more rows. None: all rows.
+        num_ids: number of ids that the tokenizer has a text for, which alone are picked; the model may have more rows,
+            and a log-probability is over all of them. None: all rows.
         unit: as in ``Cache``.
     """
     device = model.tok_embeddings.weight.device
@@ -178,10 +188,10 @@ def generate(
     tokens_BT = tokens_BT.to(device)
     with cached(model, longest + max_new_tokens, first_B, unit) as cache:
         for _ in range(max_new_tokens):
-            logits_BV = cache.read(tokens_BT)[:, :num_ids]
-            ids_B = pick(logits_BV)
+            logits_BV = cache.read(tokens_BT)
+            ids_B = pick(logits_BV[:, :num_ids])
             tokens_BT = ids_B[:, None]
-            yield Step(ids_B, logits_BV.gather(1, tokens_BT)[:, 0] - logits_BV.logsumexp(1))
+            yield Step(ids_B, log_probs_of(logits_BV, ids_B))
 
 
 def sample(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:

@@ -90,13 +90,13 @@ def test_attention_of_another_kind_is_refused():
         pass
 
 
-def test_log_probabilities_are_those_of_the_model_and_ids_without_a_text_do_not_come():
+def test_log_probabilities_are_those_of_all_rows_and_ids_without_a_text_do_not_come():
     model, prompt = built("llama3"), ids(1, 6)[0].tolist()
     steps = list(generate(model, [prompt], lambda logits: logits.argmax(-1), max_new_tokens=8, num_ids=40))
     tokens = torch.tensor([prompt + [int(step.ids_B) for step in steps]])
     with torch.no_grad():
-        logits = model(tokens)[0, 5:-1, :40]
-    assert tokens[0, 6:].tolist() == logits.argmax(-1).tolist()
+        logits = model(tokens)[0, 5:-1]
+    assert tokens[0, 6:].tolist() == logits[:, :40].argmax(-1).tolist()
     want = logits.log_softmax(-1).gather(1, tokens[0, 6:, None])[:, 0]
     torch.testing.assert_close(torch.cat([step.log_probs_B for step in steps]), want, rtol=1e-5, atol=1e-5)
 

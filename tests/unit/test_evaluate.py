@@ -15,11 +15,12 @@ from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
 from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError, DataError
+from crius.models.decode import generate
 from crius.tools.evaluate import run
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Score, figures
 from crius.tools.evaluate.run import open_model
-from crius.tools.evaluate.score import saves
+from crius.tools.evaluate.score import saves, score
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import Document, Request, Task, read_tasks
 
@@ -179,6 +180,17 @@ def test_figures_are_as_defined():
     assert one.keys() == {"bits_per_byte"} and len(set(one["bits_per_byte"])) == 1
     alone = figures(Task("t", "continuation", documents[1:2], 1, ""), [[Score(-1.0, True, 1), Score(-1.0, True, 1)]])
     assert alone["greedy"].value == 1
+
+
+def test_generate_and_evaluate_give_a_token_one_log_probability(source):
+    """Both over all 320 rows of the model, as transformers does, though 61 of them have no text."""
+    loaded = open_model(str(source), Settings())[0]
+    prompt = loaded.tokenizer.encode("abc").tolist()
+    steps = list(generate(loaded.model, [prompt], lambda logits: logits.argmax(-1), max_new_tokens=6, num_ids=259))
+    answer = [int(step.ids_B) for step in steps]
+    [[found]] = score(loaded.model, [[Row((*prompt, *answer[:-1]), tuple(answer))]])
+    assert float(torch.cat([step.log_probs_B for step in steps]).sum()) == pytest.approx(found.log_prob, abs=1e-5)
+    assert found.log_prob == pytest.approx(reference(source, [*prompt, *answer], len(answer)), abs=1e-5)
 
 
 def test_every_token_is_a_target_once_and_the_last_window_is_full():
