@@ -20,7 +20,9 @@ from crius.errors import PlanError
 from crius.kernels.attention import Mask, cached_attention
 from crius.kernels.cpu.linear import linear
 from crius.models.decoder import Decoder
-from crius.models.layers import CausalAttention
+from crius.models.layers import CausalAttention, DocumentMask, replaceable
+
+_FIX = "use crius.models.layers.CausalAttention and its mask in the block: docs/adding_a_model.md"
 
 
 class CachedAttention(nn.Module):
@@ -32,7 +34,17 @@ class CachedAttention(nn.Module):
         self.kept: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
-        """``(B, T, N, H)``. ``mask`` is ignored: it does not cover earlier tokens, and the cache has the right one."""
+        """``(B, T, N, H)``. ``mask`` is None, since ``_NoMask`` makes none: the mask is the cache's.
+
+        Raises:
+            PlanError: the block made a mask, which does not cover earlier tokens.
+        """
+        if mask is not None:
+            raise PlanError(
+                "a block calls its attention with a mask of its own.",
+                why="it does not cover the tokens whose keys and values are kept",
+                fix=_FIX,
+            )
         if self.kept is None:  # the input has as many heads as this rank holds
             slots = self.cache.capacity
             self.kept = (
@@ -45,6 +57,13 @@ class CachedAttention(nn.Module):
         keys[:, begin:end] = k_BTKH
         values[:, begin:end] = v_BTKH
         return cached_attention(q_BTNH, keys[:, :end], values[:, :end], self.cache.mask)
+
+
+class _NoMask(nn.Module):
+    """Replaces ``DocumentMask``: a sequence that is continued is one document."""
+
+    def forward(self, *_: Tensor | None) -> None:
+        """No mask."""
 
 
 class Cache:
@@ -119,28 +138,26 @@ def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: i
     """Give ``model`` a cache while the context is open; arguments as in ``Cache``.
 
     Raises:
-        PlanError: a layer does not attend by ``CausalAttention``.
+        PlanError: a layer has no ``CausalAttention``, or a subclass of it; or the mask is of a subclass.
     """
     cache = Cache(model, capacity, first_B, unit)
-    owners = [
-        (module, name, child)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if isinstance(child, CausalAttention)
-    ]
-    if len(owners) != len(model.layers):
+    names = replaceable(model, CausalAttention, _FIX)
+    if len(names) != len(model.layers):
         raise PlanError(
-            f"{len(owners)} of {len(model.layers)} layers have a crius.models.layers.CausalAttention.",
-            why="generation replaces this module by one that keeps keys and values",
-            fix="use this module in the block's attention: docs/adding_a_model.md",
+            f"{len(names)} of {len(model.layers)} layers have a crius.models.layers.CausalAttention.",
+            why="it is replaced by a module that keeps keys and values",
+            fix=_FIX,
         )
+    replacements: dict[str, nn.Module] = {name: CachedAttention(cache) for name in names}
+    replacements |= {name: _NoMask() for name in replaceable(model, DocumentMask, _FIX)}
+    before = {name: model.get_submodule(name) for name in replacements}
     try:
-        for owner, name, _ in owners:
-            setattr(owner, name, CachedAttention(cache))
+        for name, module in replacements.items():
+            model.set_submodule(name, module)
         yield cache
     finally:
-        for owner, name, child in owners:
-            setattr(owner, name, child)
+        for name, module in before.items():
+            model.set_submodule(name, module)
 
 
 def log_probs_of(logits_NV: Tensor, ids_N: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from crius.errors import PlanError
 from crius.kernels.attention import Mask, causal_attention, document_mask, masked_attention
 from crius.kernels.cpu.linear import linear
 from crius.kernels.cpu.pointwise import rms_norm, rotary, swiglu
@@ -105,6 +106,29 @@ class CausalAttention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         y = causal_attention(q, k, v) if mask is None else masked_attention(q, k, v, mask)
         return y.transpose(1, 2)
+
+
+def replaceable(model: nn.Module, kind: type[nn.Module], fix: str) -> list[str]:
+    """Names of the modules of type ``kind``, which a cache or a layout replaces by its own.
+
+    Args:
+        model: the model, or a part of it.
+        kind: ``CausalAttention`` or ``DocumentMask``.
+        fix: what the user can do about a subclass.
+
+    Raises:
+        PlanError: a module is of a subclass: the replacement would not compute what it computes.
+    """
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, kind)}
+    for name, module in modules.items():
+        found = type(module)
+        if found is not kind:
+            raise PlanError(
+                f"{name} is a {found.__module__}.{found.__qualname__}, a subclass of {kind.__name__}.",
+                why=f"it would be replaced by a module that computes what {kind.__name__} does",
+                fix=fix,
+            )
+    return list(modules)
 
 
 class Attention(nn.Module):

@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from crius.errors import LayoutError, PlanError
 from crius.kernels.attention import Mask, causal_attention, masked_attention, masks_made
-from crius.models.layers import CausalAttention, DocumentMask
+from crius.models.layers import CausalAttention, DocumentMask, replaceable
 from crius.parallel.runtime import all_gather, all_to_all
 
 Method = Literal["all_gather", "ulysses"]
+
+_WITHOUT = "--parallelism.context_parallel_degree 1"
 
 
 def _chunks(degree: int, method: Method) -> list[tuple[int, ...]]:
@@ -245,19 +247,21 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: Method
         method: how attention sees the whole sequence.
 
     Raises:
-        PlanError: the model has no ``CausalAttention``. Only a pipeline stage without blocks may have none.
+        PlanError: a layer has no ``CausalAttention``, or a subclass of it, or of ``DocumentMask``.
     """
     shard = ContextShard(cp_mesh, method)
     attention = GatheredAttention if method == "all_gather" else HeadsAttention
     document_mask = GatheredDocumentMask if method == "all_gather" else WholeDocumentMask
     num_attentions = _replace(model, CausalAttention, attention(shard))
     num_masks = _replace(model, DocumentMask, document_mask(shard))
-    emptied = any(isinstance(module, nn.ModuleDict) and not module for module in model.modules())
-    if not num_attentions and not emptied:
+    layers = getattr(model, "layers", None)
+    num_layers = 1 if layers is None else len(layers)  # a pipeline stage may have none
+    if num_attentions < num_layers:
         raise PlanError(
-            f"context parallelism found no CausalAttention in {type(model).__name__}.",
+            f"context parallelism found {num_attentions} CausalAttention in {num_layers} layers of "
+            f"{type(model).__name__}.",
             why="it replaces modules of type crius.models.layers.CausalAttention",
-            fix="use that class in the model's attention, or --parallelism.context_parallel_degree 1",
+            fix=f"use that class in the model's attention, or {_WITHOUT}",
         )
     how = {
         "all_gather": f"keys and values gathered, zigzag: 2 of {2 * shard.degree} chunks of the sequence per rank",
@@ -268,9 +272,8 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: Method
 
 
 def _replace(model: nn.Module, kind: type[nn.Module], replacement: nn.Module) -> int:
-    """Replace each module whose type is exactly ``kind``, not a subclass, by ``replacement``. Returns their number."""
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if type(module) is kind]
+    """Replace each module whose type is ``kind`` by ``replacement``. Returns their number."""
+    names = replaceable(model, kind, _WITHOUT)
     for name in names:
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, replacement)
+        model.set_submodule(name, replacement)
     return len(names)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crius.errors import LayoutError
+from crius.errors import LayoutError, PlanError
 from crius.models.layers import CausalAttention
-from crius.parallel.context import ContextShard, GatheredAttention, _attend, _chunks, _split
+from crius.parallel.context import ContextShard, GatheredAttention, _attend, _chunks, _split, apply_context_parallel
 
 METHODS = ("all_gather", "ulysses")
 
@@ -93,3 +94,26 @@ def test_every_rank_computes_as_many_scores(rank, masked):
     with CountScores() as counter:
         assert GatheredAttention(OneOfThree(rank))(q, k, k, mask).shape == q.shape
     assert counter.scores == 8 * 24 * 7 // 12
+
+
+class WindowedAttention(CausalAttention):
+    pass
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (WindowedAttention, "layers.1.inner is a test_context_order.WindowedAttention, a subclass of CausalAttention"),
+        (nn.Identity, "1 CausalAttention in 2 layers"),
+    ],
+)
+def test_one_layer_that_would_not_see_the_whole_sequence_is_refused(kind, said, method):
+    """A rank would attend to its own tokens only, without a word, in this layer alone."""
+    model = nn.Module()
+    model.layers = nn.ModuleDict(
+        {"0": nn.ModuleDict({"inner": CausalAttention()}), "1": nn.ModuleDict({"inner": kind()})}
+    )
+    with pytest.raises(PlanError) as caught:
+        apply_context_parallel(model, None, method)
+    assert said in caught.value.what and "--parallelism.context_parallel_degree 1" in caught.value.fix

@@ -83,11 +83,32 @@ def test_a_model_is_as_before_when_its_cache_is_closed():
     assert dict(model.named_modules()) == before
 
 
-def test_attention_of_another_kind_is_refused():
+class WindowedAttention(CausalAttention):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        (nn.Identity(), "1 of 2 layers"),
+        (WindowedAttention(), r"layers\.1\.attention\.inner is a test_decode\.WindowedAttention, a subclass of Causal"),
+    ],
+    ids=["of_another_class", "of_a_subclass"],
+)
+def test_attention_of_another_kind_is_refused(inner, said):
     model = built("llama3")
-    model.layers["1"].attention.inner = nn.Identity()
-    with pytest.raises(PlanError, match="1 of 2 layers"), cached(model, 4):
+    model.layers["1"].attention.inner = inner
+    with pytest.raises(PlanError, match=said), cached(model, 4):
         pass
+
+
+def test_a_mask_that_a_block_makes_itself_is_refused():
+    model = built("llama3")
+    block = model.layers["1"]
+    window = torch.ones(4, 4, dtype=torch.bool).triu(-1).tril()
+    block.register_forward_pre_hook(lambda module, args: (*args[:2], window))
+    with pytest.raises(PlanError, match="a mask of its own"), cached(model, 4) as cache:
+        cache.read(ids(1, 4))
 
 
 def test_log_probabilities_are_those_of_all_rows_and_ids_without_a_text_do_not_come():
