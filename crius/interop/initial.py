@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
-from crius.interop.weights import Weights, open_weights, settled
+from crius.interop.weights import Weights, is_other_size, open_weights, settled
 
 INIT_FROM = "--checkpoint.init_from"
 
@@ -63,7 +63,9 @@ def _fitting(weights: Weights, config: RunConfig) -> Weights:
     differing = [
         field
         for field, value in weights.model.items()
-        if ours[field] != value and field != "flavor" and not (field == "vocab_size" and ours[field] > value and grows)
+        if field != "flavor"
+        and is_other_size(field, ours, weights.model)
+        and not (field == "vocab_size" and ours[field] > value and grows)
     ]
     if differing:
         raise ConfigError(

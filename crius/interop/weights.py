@@ -36,7 +36,7 @@ from crius.interop.safetensors_file import (
     read_safetensors,
     said,
 )
-from crius.models.config import rope_scaling_text
+from crius.models.config import parse_rope_scaling, rope_scaling_text
 from crius.models.description import ModelDescription
 from crius.models.huggingface import read_model_settings, rows_of
 from crius.models.registry import SPECS, families, find_spec
@@ -266,7 +266,7 @@ def _base_of(adapters: Adapters, model: Mapping[str, Any], place: str, where: st
             why="a LoRA checkpoint has only the adapters",
             fix=fix,
         ) from None
-    differs = [name for name in model if name not in ("flavor", "name") and model[name] != base.model[name]]
+    differs = [name for name in model if name not in ("flavor", "name") and is_other_size(name, model, base.model)]
     if base.digest != digest or differs:
         raise ConfigError(
             f"{path} is not the base that the adapters of {place} were trained on.",
@@ -298,8 +298,15 @@ def settled(model: Mapping[str, Any]) -> dict[str, Any]:
     config = described(model).config
     names = (name for name in (*TAKEN, *OF_EXPERTS) if name != "rope_scaling" and hasattr(config, name))
     sizes = {name: getattr(config, name) for name in names}
-    scaling = rope_scaling_text(config.rope_scaling)
+    scaling = rope_scaling_text(config.rope_scaling, is_float32=config.rope_float32)
     return {"name": model["name"], "flavor": model["flavor"], **sizes, "rope_scaling": scaling}
+
+
+def is_other_size(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether a setting of ``[model]`` differs. The precision of rotary frequencies may: it fits any weights."""
+    if name == "rope_scaling":
+        return parse_rope_scaling(ours[name])[0] != parse_rope_scaling(theirs[name])[0]
+    return bool(ours[name] != theirs[name])
 
 
 def described(model: Mapping[str, Any]) -> ModelDescription:

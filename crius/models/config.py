@@ -38,21 +38,37 @@ ROPE_SCALING_KEYS = {
 """Hugging Face's names in config.json of the numbers of ``RopeScaling``, mapped to our names."""
 
 
-def parse_rope_scaling(text: str) -> RopeScaling | None:
-    """Parse ``model.rope_scaling``: ``none``, or JSON as ``rope_scaling_of`` takes it.
+_PRECISION = "frequencies"
+"""Key of ``model.rope_scaling`` beside Hugging Face's: ``float32`` is ``DecoderConfig.rope_float32``."""
+
+
+def parse_rope_scaling(text: str) -> tuple[RopeScaling | None, bool]:
+    """Parse ``model.rope_scaling``: ``none``, or JSON as ``rope_scaling_of`` takes it, perhaps with ``frequencies``.
+
+    Returns:
+        ``rope_scaling`` and ``rope_float32`` of ``DecoderConfig``.
 
     Raises:
         ValueError: the text is not valid; the message says why.
     """
-    return None if text == "none" else rope_scaling_of(load_object(text.encode()))
+    if text == "none":
+        return None, False
+    section = load_object(text.encode())
+    precision = section.get(_PRECISION, "float64")
+    if precision not in ("float32", "float64"):
+        raise ValueError(f"{_PRECISION} {json.dumps(precision)[:100]} is not supported, only float32 and float64 are")
+    return rope_scaling_of(section), precision == "float32"
 
 
-def rope_scaling_text(scaling: RopeScaling | None) -> str:
-    """The text that ``parse_rope_scaling`` parses to ``scaling``."""
-    if scaling is None:
+def rope_scaling_text(scaling: RopeScaling | None, *, is_float32: bool = False) -> str:
+    """The text that ``parse_rope_scaling`` parses to ``scaling`` and ``is_float32``."""
+    if scaling is None and not is_float32:
         return "none"
-    numbers = {key: getattr(scaling, name) for key, name in ROPE_SCALING_KEYS.items()}
-    return json.dumps({"rope_type": "llama3", **numbers})
+    numbers = {key: getattr(scaling, name) for key, name in ROPE_SCALING_KEYS.items()} if scaling else {}
+    section = {"rope_type": "llama3" if scaling else "default", **numbers}
+    if is_float32:
+        section[_PRECISION] = "float32"
+    return json.dumps(section)
 
 
 def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
@@ -189,6 +205,8 @@ class DecoderConfig:
         head_dim: width of a head; -1: ``dim / num_heads``.
         rope_theta: base of the rotary frequencies.
         rope_scaling: how the rotary frequencies are stretched for longer contexts.
+        rope_float32: rotary frequencies are computed in float32 as transformers does, not in float64. Imported weights
+            have learned with them. From about 8,000 tokens on the difference shows in the logits.
         norm_eps: number added to the mean square in every norm.
         tied_embeddings: the output layer shares the embedding's weight.
         attention_mask: tokens that a token attends to: all earlier ones, or the earlier ones of its document.
@@ -203,6 +221,7 @@ class DecoderConfig:
     head_dim: int = -1
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
+    rope_float32: bool = False
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
     attention_mask: Literal["causal", "document"] = "causal"

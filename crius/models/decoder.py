@@ -46,6 +46,7 @@ from crius.models.layers import (
     Loss,
     Output,
     RMSNorm,
+    float32_frequencies,
     rotary_cos_sin,
     rotary_frequencies,
     stretched_frequencies,
@@ -107,6 +108,7 @@ class Decoder(nn.Module):
         self.output = Output(config.dim, config.vocab_size, bias=False)
         self.loss = Loss()
         self.ties = config.ties
+        self._frequencies: dict[torch.device, Tensor] = {}
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
         if config.attention_mask == "document":
@@ -145,9 +147,15 @@ class Decoder(nn.Module):
         return y
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Rotary frequencies in radians per token, float64 ``(H / 2,)``."""
-        plain = rotary_frequencies(self.config.rotary_dim, self.config.rope_theta, device)
-        scaling = self.config.rope_scaling
+        """Rotary frequencies in radians per token, ``(H / 2,)``, float64; float32 if the config says so."""
+        config = self.config
+        scaling = config.rope_scaling
+        if config.rope_float32:
+            if device not in self._frequencies:  # kept, since a copy to a GPU would wait for it in every step
+                made = float32_frequencies(config.rotary_dim, config.rope_theta, scaling)
+                self._frequencies[device] = made.to(device)
+            return self._frequencies[device]
+        plain = rotary_frequencies(config.rotary_dim, config.rope_theta, device)
         return stretched_frequencies(plain, **asdict(scaling)) if scaling else plain
 
 

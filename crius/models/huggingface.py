@@ -119,7 +119,8 @@ def read_model_settings(
         path: path of the file or of its folder.
         families: Hugging Face's names of the models that the file may describe, by our model name.
         where: where the path was given, for the error message.
-        with_weights: the weights in the same folder are read too, and so must not be quantised.
+        with_weights: the weights in the same folder are read too. They must not be quantised, and their model computes
+            rotary frequencies as transformers does.
 
     Returns:
         The path of the file, and the values by name of the field.
@@ -137,7 +138,8 @@ def read_model_settings(
             fix=f"use a config.json of {_any_of(family.model_type for family in families.values())}",
         )
     settings: dict[str, Any] = {"name": name, "flavor": "custom"}
-    wrong = list(dict.fromkeys((*_differences(content, families[name]), *_take(content, families[name], settings))))
+    taken = _take(content, families[name], settings, is_float32=with_weights)
+    wrong = list(dict.fromkeys((*_differences(content, families[name]), *taken)))
     if with_weights and (quantised := content.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         wrong.append(f"quantization_config: weights quantised by {_shown(method)} are not read; give unquantised ones")
@@ -159,7 +161,7 @@ def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
     """
     sizes = {size.key: model[size.field] for size in (*_SIZES, *family.sizes)}
     computes = {**_COMPUTES, **family.computes}
-    scaling = parse_rope_scaling(model["rope_scaling"])
+    scaling, _ = parse_rope_scaling(model["rope_scaling"])
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -234,7 +236,9 @@ def _fits(value: object, kind: type) -> bool:
     return isinstance(value, int if kind is int else int | float) and 0 < value <= _LARGEST_NUMBER
 
 
-def _take(content: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any]) -> Iterator[str]:
+def _take(
+    content: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any], *, is_float32: bool
+) -> Iterator[str]:
     """Put the sizes of a file into ``settings``. Yields a message for each wrong value."""
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}  # in the order of transformers
     if not isinstance(rope, dict):
@@ -271,4 +275,4 @@ def _take(content: Mapping[str, Any], family: HuggingFace, settings: dict[str, A
     except ValueError as error:
         yield str(error)
         return
-    settings["rope_scaling"] = rope_scaling_text(scaling)
+    settings["rope_scaling"] = rope_scaling_text(scaling, is_float32=is_float32)

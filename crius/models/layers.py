@@ -19,6 +19,7 @@ from crius.kernels.attention import Mask, causal_attention, document_mask, maske
 from crius.kernels.cpu.linear import linear
 from crius.kernels.cpu.pointwise import rms_norm, rotary, swiglu
 from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, token_losses
+from crius.models.config import RopeScaling
 
 
 class Linear(nn.Linear):
@@ -77,6 +78,26 @@ def stretched_frequencies(
     turns = original_context * frequencies / (2 * math.pi)  # turns of each frequency in the original context
     blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
     return frequencies * (blend + (1 - blend) / factor)
+
+
+def float32_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """The stretched frequencies in radians per token, float32 on the CPU, with the bits that transformers 5.24 has.
+
+    Operations in another order, or on another device, may change the last bit: at 131,072 tokens an angle of 8e-3.
+    """
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    if scaling is None:
+        return plain
+    context = scaling.original_context
+    lengths = 2 * math.pi / plain  # tokens in a turn
+    weight = context / lengths - scaling.low_freq_factor
+    weight = weight / (scaling.high_freq_factor - scaling.low_freq_factor)
+    divided = torch.where(
+        lengths > context / scaling.low_freq_factor,
+        plain / scaling.factor,
+        (1 - weight) * plain / scaling.factor + weight * plain,
+    )
+    return torch.where(lengths < context / scaling.high_freq_factor, plain, divided)
 
 
 def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

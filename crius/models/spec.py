@@ -57,7 +57,7 @@ class ModelSpec:
             )
         if isinstance(text := sizes.get("rope_scaling"), str):
             try:
-                sizes["rope_scaling"] = parse_rope_scaling(text)
+                sizes["rope_scaling"], sizes["rope_float32"] = parse_rope_scaling(text)
             except ValueError as error:
                 example = '{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, '
                 example += '"original_max_position_embeddings": 8192}'

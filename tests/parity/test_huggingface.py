@@ -46,7 +46,7 @@ CONFIGS = {
 SAME = 2e-6
 LOGITS = {"rtol": 1e-5, "atol": 1e-5}  # where positions or masks differ in kind
 # Hugging Face's float32 powers are up to 3e-7 off ours in float64, at position 9400 an angle of up to 1e-3 rad
-# (measured: 5e-4 of logits of magnitude 4; nothing is left of it with equal frequencies, as the test shows)
+# (measured: 5e-4 of logits of magnitude 4; nothing is left of it with the frequencies of an import, as the test shows)
 FREQUENCIES = {"rtol": 1e-6, "atol": 0}
 FAR_LOGITS = {"rtol": 0, "atol": 2e-3}
 
@@ -165,8 +165,9 @@ def test_positions_far_out_are_rotated_as_hugging_face_does(name):
     torch.testing.assert_close(ours(tokens, positions), want, **FAR_LOGITS)
     frequencies = theirs.model.rotary_emb.inv_freq
     torch.testing.assert_close(ours.frequencies(tokens.device).to(torch.float32), frequencies, **FREQUENCIES)
-    ours.frequencies = lambda device: frequencies
-    torch.testing.assert_close(ours(tokens, positions), want, **LOGITS)
+    imported, _ = both(replace(config, rope_float32=True), "sdpa")
+    assert torch.equal(imported.frequencies(tokens.device), frequencies)
+    torch.testing.assert_close(imported(tokens, positions), want, **LOGITS)
 
 
 @torch.no_grad()

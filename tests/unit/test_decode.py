@@ -21,6 +21,7 @@ MODELS = {
     "llama3_of_documents": {"attention_mask": "document"},
     "qwen3": {},
     "qwen3_tied": {"tied_embeddings": True},
+    "llama3_imported": {"rope_float32": True},
 }
 # of the largest logit: float32 sums in another order
 SAME = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -72,6 +73,15 @@ def test_a_padded_sequence_has_the_logits_that_it_has_alone(name, dtype, unit):
     for row, logits in enumerate(torch.stack(together, 1)):
         alone = model(torch.cat([rows[row], following[row]])[None])[0, lengths[row] - 1 :]
         assert_same(logits, alone)
+
+
+def test_a_model_trains_after_it_generated():
+    """Its rotary frequencies were computed in inference mode."""
+    model, tokens = built("llama3_imported").requires_grad_(True), ids()
+    with torch.inference_mode(), cached(model, LENGTH) as cache:
+        cache.read(tokens)
+    model(tokens, labels_BT=tokens).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_a_model_is_as_before_when_its_cache_is_closed():

@@ -269,6 +269,10 @@ def test_a_custom_flavor_is_made_of_the_sizes_given():
         ([*CUSTOM, *SIZES], "flavor custom has no sizes of its own, and ffn_dim is not given"),
         (["--model.rope_scaling", "yes"], "model.rope_scaling yes is not valid"),
         (["--model.rope_scaling", '{"rope_type": "yarn"}'], 'rope_type "yarn" is not supported'),
+        (
+            ["--model.rope_scaling", '{"frequencies": "float16"}'],
+            'frequencies "float16" is not supported, only float32',
+        ),
         (["--model.rope_scaling", json.dumps(LLAMA3_SCALING | {"factor": 0.5})], "a factor of at least 1"),
     ],
 )

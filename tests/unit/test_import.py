@@ -12,16 +12,21 @@ import torch
 from harness import parse
 from pretrained_samples import save, save_tokenizer
 
+from crius.checkpoint.plain import load_whole
 from crius.cli import main
 from crius.cli.app import SOURCES
 from crius.errors import ConfigError, CriusError
 from crius.interop.weights import open_weights
 from crius.kernels import choice
-from crius.tools.convert import importing
+from crius.models.config import rope_scaling_of
+from crius.models.layers import float32_frequencies
+from crius.models.registry import build
+from crius.tools.convert import exporting, importing
 from crius.train.inputs import describe_model, open_initial
 
 pytest.importorskip("transformers")
 
+MARK = '{"rope_type": "default", "frequencies": "float32"}'
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-"
 
@@ -230,7 +235,64 @@ def test_what_a_config_json_leaves_out_is_what_transformers_takes_for_it(folder,
     rewrite(folder / "config.json", drop)
     importing.import_model(str(folder), str(tmp_path / "run"))
     found = open_weights(str(tmp_path / "run")).model
-    assert (found["norm_eps"], found["rope_theta"], found["rope_scaling"]) == (1e-6, 10_000.0, "none")
+    assert (found["norm_eps"], found["rope_theta"], found["rope_scaling"]) == (1e-6, 10_000.0, MARK)
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+STRETCHED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STRETCHED |= {"original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("rope", [PLAIN, STRETCHED], ids=["plain", "stretched"])
+@torch.no_grad()
+def test_far_positions_have_the_logits_of_transformers(rope, tmp_path):
+    """48 tokens up to position 13,000 and up to 131,000."""
+    sizes = {"num_hidden_layers": 2, "initializer_range": 0.3, "max_position_embeddings": 131_072}
+    theirs = save("llama", tmp_path / "model", rope_parameters=rope, **sizes)
+    importing.import_model(str(tmp_path / "model"), str(tmp_path / "run"))
+    weights = open_weights(str(tmp_path / "run"))
+    ours = build(weights.facts).requires_grad_(False)
+    load_whole(weights.tensors, dict(ours.named_parameters()))
+    tokens = torch.randint(384, (2, 48), generator=torch.Generator().manual_seed(1))
+    everything = torch.ones_like(tokens)  # without a mask transformers takes jumps in positions for new documents
+    for farthest in (13_000, 131_000):
+        positions = (torch.arange(48) * farthest // 47).expand(2, -1)
+        want = theirs(tokens, position_ids=positions, attention_mask=everything).logits
+        assert (ours(tokens, positions) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128])
+@pytest.mark.parametrize("changes", [PLAIN, STRETCHED, {"factor": 3.0, "high_freq_factor": 7.0}, {"rope_theta": 1e6}])
+def test_rounded_frequencies_have_the_bits_of_transformers(changes, head_dim):
+    import transformers
+
+    rope = STRETCHED | changes
+    config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131_072, rope_parameters=rope)
+    want = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
+    scaling = rope_scaling_of(rope)
+    assert torch.equal(float32_frequencies(head_dim, rope["rope_theta"], scaling), want)
+
+
+def test_the_mark_of_an_import_goes_with_its_weights(folder, tmp_path, monkeypatch, capsys):
+    """Into the runs that start from them, and through an export. A new model of the same sizes has none."""
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
+    places = [str(tmp_path / name) for name in ("first", "hf", "second")]
+    for verb, source, target in zip(("import", "export", "import"), (str(folder), *places), places, strict=False):
+        assert main([verb, source, target]) == 0
+    assert "frequencies" not in (tmp_path / "hf/config.json").read_text()
+    for source in (places[0], places[2], str(folder)):
+        assert open_weights(source).model["rope_scaling"] == MARK
+        assert describe_model(parse(["--checkpoint.init_from", source])).config.rope_float32
+    capsys.readouterr()
+    assert main(["config", "show", "--checkpoint.init_from", places[0]]) == 0
+    assert '"frequencies": "float32"' in capsys.readouterr().out.replace("\\", "")
+    assert not describe_model(parse(["--model.from_hf", str(folder)])).config.rope_float32
+
+
+def test_a_run_from_before_the_mark_goes_on_without_it(original):
+    run = parse(["--checkpoint.init_from", str(original), "--model.rope_scaling", "none"])
+    assert not describe_model(run).config.rope_float32
+    open_initial(run)
 
 
 def test_the_template_of_a_stranger_runs_nothing(folder, tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from crius.errors import ConfigError, CriusError, EnvironmentError
 from crius.interop.foreign import check_key, check_shape, open_inside
 from crius.interop.unpickle import refusal
 from crius.interop.weights import Weights, check_tensors, hash_files, settled
+from crius.models.config import rope_scaling_text
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import in_halves
 
@@ -165,7 +166,8 @@ def _sizes(path: Path, kind: str, fields: dict[str, Any], found: Mapping[str, An
     width = fields.get(f"{kind}.attention.key_length", sizes["dim"] // sizes["num_heads"])
     tied = "output.weight" not in found
     rows = int(found["token_embd.weight"].shape[-1])
-    return {**sizes, "head_dim": width, "vocab_size": rows, "tied_embeddings": tied, "rope_scaling": "none"}
+    rope = rope_scaling_text(None, is_float32=True)
+    return {**sizes, "head_dim": width, "vocab_size": rows, "tied_embeddings": tied, "rope_scaling": rope}
 
 
 def _translated(name: str) -> str:

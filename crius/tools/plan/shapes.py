@@ -116,7 +116,7 @@ _TABLES = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encodi
 NOT_TRAINABLE_YET = {name: planned(name, PlannedConfig(**sizes)) for name, sizes in _TABLES.items()}
 """Models with experts, by name."""
 
-_NO_SIZES = ("rope_theta", "rope_scaling", "norm_eps", "attention_mask")
+_NO_SIZES = ("rope_theta", "rope_scaling", "rope_float32", "norm_eps", "attention_mask")
 _KINDS = {name: kind for name, kind in get_type_hints(PlannedConfig).items() if name not in _NO_SIZES}
 _NEEDED = ("num_layers", "dim", "ffn_dim", "num_heads", "num_kv_heads", "vocab_size")
 
