@@ -35,7 +35,8 @@ def adapters_have_a_size(facts: Facts) -> Violations:
         )
     if facts.model is None or not lora.is_on:
         return
-    least = min((min(block_linears(facts.model)[name]) for name in target_names(lora, facts.model)), default=0)
+    linears = block_linears(facts.model)
+    least = min((min(linears[name]) for name in target_names(lora, facts.model)), default=0)
     if least and lora.rank > least:
         yield ConfigError(
             f"lora.rank {lora.rank} is more than {least}, the smaller dim of a linear layer of {facts.model_name}.",

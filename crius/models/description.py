@@ -371,7 +371,7 @@ class ModelDescription:
         """Shapes of ``weights`` by name."""
         return {weight.name: weight.shape for weight in self.weights}
 
-    @property
+    @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """``(out_features, in_features)`` of every linear layer by name, in the model's order."""
         shapes = {

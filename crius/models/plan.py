@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from crius.errors import PlanError
 
@@ -76,6 +77,7 @@ class ShardingPlan:
                 yield f"no tensor-parallel row of the sharding plan covers {parameter}"
 
 
+@lru_cache(maxsize=1 << 16)  # a plan of adapters asks for the same names thousands of times
 def match(pattern: str, name: str) -> bool:
     """Whether ``name`` fits ``pattern``; ``*`` is one path component."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None

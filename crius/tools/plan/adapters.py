@@ -1,19 +1,21 @@
 """Memory of a rank under LoRA: a frozen base without gradients, and adapters with all that training needs. Torch-free.
 
-``peaks`` counts adapters like the weights of a model; the base is in addition, and FSDP gathers it.
+``peaks`` counts adapters like the weights of a model; the base is in addition, and FSDP gathers it. A search asks for
+the same few sums thousands of times, so they are kept.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from crius.config.lora import NF4_BLOCK, NF4_SCALES, LoraConfig, is_quantized
-from crius.models.description import Layer
+from crius.models.description import Layer, ModelDescription
 from crius.models.description import Weight as Described
 from crius.tools.plan.holdings import (
     Held,
     Part,
+    RankLayers,
     Weights,
     part_of,
     rank_layers,
@@ -43,9 +45,10 @@ class Kept(NamedTuple):
     first: float = 0.0
 
 
-def kept_by(workload: Workload) -> Kept:
-    """Numbers that the layers of ``workload`` keep."""
-    model, adapted = workload.model, workload.model.adapted
+@lru_cache(maxsize=64)
+def kept_by(model: ModelDescription) -> Kept:
+    """Numbers that the layers of ``model`` keep."""
+    adapted = model.adapted
     if adapted is None:
         return Kept()
     places: dict[tuple[str, bool], set[str]] = {}
@@ -60,9 +63,16 @@ def kept_by(workload: Workload) -> Kept:
     return Kept(inputs, products, adapters, 1 / model.num_layers)
 
 
-def every_other(workload: Workload, layer: Layer) -> float:
-    """Further numbers per token that ``selective`` keeps: every second of all matmuls, with those of adapters."""
-    model, adapted, tp = workload.model, workload.model.adapted, workload.layout.tp
+@lru_cache(maxsize=256)
+def every_other(model: ModelDescription, layer: Layer, tp: int) -> float:
+    """Further numbers per token that ``selective`` keeps: every second of all matmuls, with those of adapters.
+
+    Args:
+        model: a model with adapters.
+        layer: one of its layers.
+        tp: tensor-parallel ranks.
+    """
+    adapted = model.adapted
     assert adapted is not None
     widths: list[float] = []
     plain: list[float] = []
@@ -76,18 +86,39 @@ def every_other(workload: Workload, layer: Layer) -> float:
     return sum(widths[::2]) - sum(plain[::2])
 
 
-def base_bytes(workload: Workload, weights: Iterable[Described], shards: int) -> float:
-    """Bytes of frozen ``weights`` on the fullest of ``shards`` ranks."""
+@lru_cache(maxsize=4096)
+def base_bytes(
+    model: ModelDescription,
+    units: tuple[str, ...],
+    tp: int,
+    ep: int,
+    shards: int,
+    param_bytes: float,
+    base: Literal["keep", "int8", "nf4"],
+) -> float:
+    """Bytes of the frozen weights of ``units``, such as ``layers.3``, on the fullest of ``shards`` ranks.
+
+    Args:
+        model: its description.
+        units: pipeline modules that hold the weights.
+        tp: tensor-parallel ranks.
+        ep: ranks that share the experts of a layer.
+        shards: ranks that store a part of each weight.
+        param_bytes: bytes of a number that is kept as it is.
+        base: format of the linear layers.
+    """
+    lora = LoraConfig(rank=1, base=base)
+    chosen = frozenset(units)
     total = 0.0
-    for weight in weights:
-        if weight.kind == "linear" and is_quantized(LoraConfig(rank=1, base=workload.lora_base), weight.shape):
-            total += sum(_rows(rows, shards) * nbytes for rows, nbytes in _kept(weight, workload.lora_base))
+    for weight in (weight for weight in model.weights if weight.unit in chosen):
+        if weight.kind == "linear" and is_quantized(lora, weight.shape):
+            total += sum(_rows(rows, shards) * nbytes for rows, nbytes in _kept(weight, base))
         elif weight.kind == "expert":  # FSDP splits it over the tensor-parallel ranks too, and gathers a rank's experts
-            split = shards * workload.layout.tp if shards > 1 else workload.layout.ep
-            total += weight.numel / split * workload.param_bytes
+            split = shards * tp if shards > 1 else ep
+            total += weight.numel / split * param_bytes
         else:
-            tensor = split_tensor(workload.model, weight, workload.layout.tp)
-            total += _rows(tensor.rows, shards) * tensor.columns * workload.param_bytes
+            tensor = split_tensor(model, weight, tp)
+            total += _rows(tensor.rows, shards) * tensor.columns * param_bytes
     return total
 
 
@@ -106,33 +137,45 @@ def _rows(rows: int, shards: int) -> int:
 
 def adapters_held(workload: Workload, rank: int) -> Held:
     """The adapters of pipeline rank ``rank``; each of its layers counts as the mean of them."""
-    model, layers, shards = workload.model, rank_layers(workload, rank), workload.layout.fsdp
-    spans = [range(*span) for span in layers.dense_spans + layers.expert_spans]
-    units = {f"layers.{index}" for span in spans for index in span}
-    own = [split_tensor(model, weight, workload.layout.tp) for weight in model.adapters if weight.unit in units]
-    moments = workload.moment_bytes
-    total = part_of(own, shards, moments)
+    layers = rank_layers(workload, rank)
+    layout = workload.layout
+    total = _adapters(workload.model, _units(layers), layout.tp, layout.fsdp, workload.moment_bytes)
     each = max(1, layers.layers)
     mean = Part(total.whole / each, total.own / each, total.state / each)
     held = Weights(dense=mean, experts=mean, embedding=Part(), head=Part())
     return Held(layers=layers, units=held, whole=total.whole, own=total.own, end=0.0, state=total.state)
 
 
+@lru_cache(maxsize=4096)
+def _adapters(model: ModelDescription, units: tuple[str, ...], tp: int, shards: int, moment_bytes: float) -> Part:
+    chosen = frozenset(units)
+    own = [split_tensor(model, weight, tp) for weight in model.adapters if weight.unit in chosen]
+    return part_of(own, shards, moment_bytes)
+
+
+@lru_cache(maxsize=1024)
+def _units(layers: RankLayers) -> tuple[str, ...]:
+    """Names of the layers of a rank."""
+    spans = layers.dense_spans + layers.expert_spans
+    return tuple(f"layers.{index}" for begin, end in spans for index in range(begin, end))
+
+
 def frozen(workload: Workload, rank: int) -> tuple[float, float, float]:
     """Bytes of the base of a pipeline rank: stored, gathered at a time, and all of it whole."""
-    model, layers = workload.model, rank_layers(workload, rank)
-    spans = [range(*span) for span in layers.dense_spans + layers.expert_spans]
-    kept = {f"layers.{index}" for span in spans for index in span}
-    ends = {"tok_embeddings"} if layers.has_embedding else set()
-    ends |= {"norm", "output"} if layers.has_head else set()
-    held = [weight for weight in model.weights if weight.unit in kept | ends]
-    if layers.has_head and not layers.has_embedding and model.tied_embeddings:
-        held.append(next(weight for weight in model.weights if weight.unit == "tok_embeddings"))
-        ends.add("tok_embeddings")
-    stored, whole = (base_bytes(workload, held, shards) for shards in (workload.layout.fsdp, 1))
-    layer = base_bytes(workload, (weight for weight in held if weight.unit == f"layers.{spans[0][0]}"), 1)
-    end = base_bytes(workload, (weight for weight in held if weight.unit in ends), 1)
-    return stored, (2 if workload.layout.fsdp > 1 else 1) * layer + end, whole
+    layers = rank_layers(workload, rank)
+    shards = workload.layout.fsdp
+    units = _units(layers)
+    ends: tuple[str, ...] = ("norm", "output") if layers.has_head else ()
+    if layers.has_embedding or (layers.has_head and workload.model.tied_embeddings):
+        ends = ("tok_embeddings", *ends)
+    whole = _base(workload, units + ends)
+    gathered = (2 if shards > 1 else 1) * _base(workload, units[:1]) + _base(workload, ends)
+    return _base(workload, units + ends, shards), gathered, whole
+
+
+def _base(workload: Workload, units: tuple[str, ...], shards: int = 1) -> float:
+    layout = workload.layout
+    return base_bytes(workload.model, units, layout.tp, layout.ep, shards, workload.param_bytes, workload.lora_base)
 
 
 def casts(workload: Workload, held: Held) -> float:
@@ -145,8 +188,7 @@ def waiting(workload: Workload, rank: int) -> float:
     """Bytes of the last layer, gathered for its backward when the backward of the output layer begins."""
     if not waits_for_loss(workload):
         return 0.0
-    unit = f"layers.{workload.model.num_layers - 1}"
-    base = base_bytes(workload, (weight for weight in workload.model.weights if weight.unit == unit), 1)
+    base = _base(workload, (f"layers.{workload.model.num_layers - 1}",))
     return base + adapters_held(workload, rank).units.dense.whole * workload.weight_bytes
 
 
@@ -161,7 +203,7 @@ def adapted_peak(workload: Workload, rank: int, loss: LossBytes, activations: Ac
     """
     held = adapters_held(workload, rank)
     # adapters are gathered in the dtype in which they are stored
-    trained = replace(workload, param_bytes=workload.weight_bytes, model=replace(workload.model, adapted=None))
+    trained = replace(workload, param_bytes=workload.weight_bytes, model=_plain(workload.model))
     most = peak(trained, held, loss, activations)
     stored, gathered, whole = frozen(workload, rank)
     copies = 0.0
@@ -176,3 +218,8 @@ def adapted_peak(workload: Workload, rank: int, loss: LossBytes, activations: Ac
         copies=most.copies + copies,
         working=most.working + _UNPACKED_BYTES * largest,
     )
+
+
+@lru_cache(maxsize=64)
+def _plain(model: ModelDescription) -> ModelDescription:
+    return replace(model, adapted=None)

@@ -99,7 +99,7 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     dense_width = ffn.width / tp
     per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
     headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # input of the heads' norms
-    kept = kept_by(workload)
+    kept = kept_by(workload.model)
     routed = ffn.top_k * ffn.expert_width / tp
     is_whole = ffn.num_experts > 0 and not workload.splits_experts
     inputs = kept.inputs - (is_whole and not ffn.width)  # the router's input is counted with its output
@@ -112,7 +112,7 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not is_whole or ffn.width > 0)
     selective = source + queries + num_kv_heads * attention.value_dim + dense_width + w2 + values
     if workload.model.adapted:
-        selective += every_other(workload, layer)
+        selective += every_other(workload.model, layer, tp)
     routing = chosen = 0.0  # bytes
     if is_whole:
         none += row_numbers(workload, ffn, per_hidden)

@@ -144,10 +144,12 @@ def fits_on(case: Case) -> bool:
 
 
 def state_bytes(case: Case) -> float:
-    """Bytes of weights and optimizer state of the whole model, which every layout needs."""
-    training, optimizer = case.config.training, case.config.optimizer
+    """Bytes of trained weights and optimizer state of the whole model, which every layout needs."""
+    training = case.config.training
+    optimizer = case.config.optimizer
     moments = 1 if optimizer.name == "muon" else 2
-    return model_parameters(case.shape) * (ITEMSIZE[training.dtype] + moments * MOMENT_BYTES[optimizer.state_dtype])
+    each = ITEMSIZE[training.dtype] + moments * MOMENT_BYTES[optimizer.state_dtype]
+    return (case.shape.num_trained if case.shape.adapted else model_parameters(case.shape)) * each
 
 
 def fewest_gpus(case: Case, *, fits: bool = False) -> int:
