@@ -81,6 +81,32 @@ def test_the_command_of_a_plan_can_be_pasted(plan):
         assert settings[name] == value
 
 
+ON_ONE_CARD = ["--flavor", "70b", "--gpus", "1", "--gpu", "h100"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (ON_ONE_CARD, ["fits: --lora.rank 16 --lora.base nf4: 59.", "70b --lora.rank 16 --lora.base nf4 --gpus 1"]),
+        ([*ON_ONE_CARD, "--lora.rank", "8"], ["fits: --lora.base nf4: 57.", "--lora.rank 8 --lora.base nf4 --gpus 1"]),
+        (
+            ["--flavor", "8b", "--gpus", "1", "--gpu", "a100-40g"],
+            ["fits: --lora.rank 16: 33.", "trains adapters alone"],
+        ),
+    ],
+    ids=["all weights", "lora", "of a small model"],
+)
+def test_where_nothing_fits_lora_is_named_if_it_would(plan, flags, said):
+    code, out, _ = plan(*flags)
+    assert code == 1 and all(part in out for part in said)
+
+
+@pytest.mark.parametrize("flags", [[*ON_ONE_CARD[:-1], "a100-40g"], [*ON_ONE_CARD, "--optimizer.name", "muon"]])
+def test_lora_is_not_named_where_it_does_not_fit_or_go(plan, flags):
+    code, out, _ = plan(*flags)
+    assert code == 1 and "--lora" not in out
+
+
 def test_json_has_all_that_is_printed(planned):
     code, found = planned(*SMALL)
     assert code == 0 and found["fits"] and found["model"]["trainable"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from crius.config.facts import Facts, Rule
 from crius.config.layout import DEGREES, Layout
+from crius.config.lora import target_names
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import microbatches_allowed
 from crius.config.resolve import AUTO_GLOBAL_BATCH_SIZE
@@ -16,6 +17,7 @@ from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
 from crius.errors import CriusError
+from crius.models.adapted import Adapted
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
 from crius.tools.plan.hardware import Hardware
@@ -81,7 +83,10 @@ class Case:
     def with_fields(self, fields: Mapping[str, Any]) -> "Case":
         """The same case with further given fields."""
         config = replace_fields(self.config, dict(fields))
-        return replace(self, config=config, pinned=self.pinned | set(fields))
+        shape = self.shape
+        if any(name.startswith("lora.") for name in fields):
+            shape = replace(shape, adapted=Adapted(config.lora.rank, target_names(config.lora, shape)))
+        return replace(self, config=config, shape=shape, pinned=self.pinned | set(fields))
 
     @property
     def on_gpu(self) -> bool:

@@ -35,6 +35,8 @@ from crius.tools.plan.search import (
 from crius.tools.plan.variants import overrides
 
 MOST_REMEDIES = 6
+LORA_RANK = 16
+"""Rank of the adapters that are proposed."""
 MOST_TRIES = 20
 """Most winners that the rules of a run may refuse before the plan has no winner."""
 
@@ -214,7 +216,7 @@ def recommend(case: Case) -> tuple[Candidate, list[str]]:
 
 
 def remedies_of(plan: Plan) -> list[Remedy]:
-    """Changes if nothing fits: settings of the smallest layout, the cheapest that suffice first."""
+    """Changes if nothing fits: of settings of the smallest layout, the cheapest that suffice first; second LoRA."""
     case, smallest = plan.case, plan.found.smallest
     if smallest is None:
         return []
@@ -222,7 +224,7 @@ def remedies_of(plan: Plan) -> list[Remedy]:
     if case.facts is None:
         return remedies_of_shape(smallest.workload, case.hardware, target, on_gpu=case.on_gpu, fixed=fixed)
     config = replace_fields(case.config, overrides(case, smallest.workload))
-    return remedies(
+    found = remedies(
         config,
         case.facts,
         case.num_gpus,
@@ -233,6 +235,38 @@ def remedies_of(plan: Plan) -> list[Remedy]:
         rules=PLAN_RULES,
         fixed=fixed,
     )
+    first = found[:1] if found and found[0].fits else []
+    return [*first, *_adapters(plan.found), *found[len(first) :]]
+
+
+def _adapters(found: Found) -> Iterator[Remedy]:
+    """LoRA if a layout then fits: on the weights as they are, or else in 4 bits."""
+    case = found.case
+    smallest = found.smallest
+    if case.facts is None or smallest is None:
+        return
+    start: dict[str, Any] = {} if case.config.lora.is_on else {"lora.rank": LORA_RANK}
+    for fields in (start, {**start, "lora.base": "nf4"}):
+        winner = _winner(case.with_fields(fields))  # None if the case has them
+        if winner is not None:
+            yield Remedy(
+                changes=fields,
+                num_ranks=case.num_gpus,
+                nbytes=winner.memory.total,
+                saved=smallest.memory.total - winner.memory.total,
+                slower=winner.time.total / smallest.time.total - 1,
+                note="trains adapters alone",
+                fits=True,
+            )
+            return
+
+
+def _winner(case: Case) -> Candidate | None:
+    """The winner of a plan; None if nothing fits, or the rules of a run refuse what does."""
+    try:
+        return make_plan(case, is_brief=True).winner
+    except ConfigError:
+        return None
 
 
 def nothing_fits(found: Found) -> LayoutError:
@@ -253,12 +287,13 @@ def nothing_fits(found: Found) -> LayoutError:
     least, keeps_degrees = fewest_with(case)
     more = f"use {least} GPUs{'' if keeps_degrees else ' with other degrees'}, or " if least else ""
     offload = f", --{OFFLOAD}" if state_bytes(case) / case.num_gpus <= MOST_HOST_BYTES else ""
+    lora = "".join(f"; or {one.flags}, which fits and {one.note}" for one in _adapters(found))
     return LayoutError(
         f"{case.shape.name} does not fit on {case.num_gpus} x {case.hardware.name}: the smallest layout, "
         f"{smallest.workload.layout}, needs {need:,.1f} GiB of {most:,.1f}.",
         where=flags,
         fix=f"{more}less per number: --optimizer.state_dtype 8bit, "
-        f"--training.dtype bfloat16{offload}; crius plan shows the savings of each",
+        f"--training.dtype bfloat16{offload}; crius plan shows the savings of each{lora}",
     )
 
 
@@ -307,10 +342,7 @@ def alternatives(plan: Plan, remedies: Iterable[Remedy]) -> list[Alternative]:
 
 
 def _fits(one: Alternative) -> bool:
-    try:
-        return make_plan(one.case, is_brief=True).winner is not None
-    except ConfigError:  # its layouts fit, but the rules of a run refuse them
-        return False
+    return _winner(one.case) is not None
 
 
 def _given_degrees(case: Case) -> frozenset[str]:

@@ -120,7 +120,7 @@ def _explained(plan: Plan, winner: Candidate) -> list[str]:
 
 
 def impossible_lines(
-    plan: Plan, card: str, remedies: Sequence[Remedy], fitting: Iterable[tuple[str, str]], *, is_explained: bool
+    plan: Plan, card: str, remedies: Sequence[Remedy], fitting: Sequence[tuple[str, str]], *, is_explained: bool
 ) -> list[str]:
     """Lines if nothing fits: the smallest layout, what to change, and commands of cases that fit.
 
@@ -148,7 +148,8 @@ def impossible_lines(
         memory = _parts(smallest.memory, GIB)
         if is_explained:
             lines += ["", f"memory of the fullest rank, GiB ({smallest.memory.note})", *memory, ""]
-        lines += _changes(smallest, case.hardware, remedies, is_explained=is_explained)
+        room = MOST_LINES - len(lines) - 2 - 2 * len(fitting)  # one for a header, one for the fewest GPUs
+        lines += _changes(smallest, case.hardware, remedies, room, is_explained=is_explained)
     lines.append(_least(plan))
     for what, text in fitting:
         lines += [f"{what}:", *text.splitlines()]
@@ -156,10 +157,10 @@ def impossible_lines(
 
 
 def _changes(
-    smallest: Candidate, hardware: Hardware, remedies: Sequence[Remedy], *, is_explained: bool
+    smallest: Candidate, hardware: Hardware, remedies: Sequence[Remedy], room: int, *, is_explained: bool
 ) -> Iterator[str]:
-    """Savings of each change of the smallest layout: of changes after which it fits, or of all."""
-    shown = remedies if is_explained else [one for one in remedies if one.fits][:MOST_FITTING]
+    """Savings of each change of the smallest layout: of those after which it fits, in ``room`` lines, or of all."""
+    shown = remedies if is_explained else [one for one in remedies if one.fits][: min(room, MOST_FITTING)]
     if shown:
         yield "what to change, from this layout on"
     for one in shown:
