@@ -11,7 +11,7 @@ from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import model_parameters
 from crius.tools.plan.plan import Plan
 from crius.tools.plan.remedies import Remedy
-from crius.tools.plan.search import TIE, Candidate, judge, score, spelled, usable_bytes
+from crius.tools.plan.search import NEAR, Candidate, judge, score, spelled, usable_bytes
 from crius.tools.plan.workload import Estimate, Workload
 from crius.units import GIB
 
@@ -80,7 +80,7 @@ def _faster(plan: Plan, winner: Candidate) -> str:
     """Why a faster layout of the table is not recommended; empty if there is none."""
     faster = [one for one in plan.rows if one.tokens_per_second > winner.tokens_per_second]
     gain = max((one.tokens_per_second / winner.tokens_per_second - 1 for one in faster), default=0.0)
-    if gain < _SMALL or any(score(one) * (1 - TIE) > score(winner) for one in faster):
+    if gain < _SMALL or any(score(one) * (1 - NEAR) > score(winner) for one in faster):
         return ""
     return f"; others gain {gain:.1%} at most, too little for more axes, CP or less headroom"
 

@@ -1,6 +1,6 @@
 """The search: every legal layout of a case with its memory and time, the best, and instructive others. Torch-free."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -204,6 +204,11 @@ more axis must gain twice as much, because ties go to fewer axes."""
 ENOUGH_HEADROOM = 0.15
 """Share of the memory above which further free memory is worth no time."""
 
+NEAR = 0.05
+LIGHTER = 0.10
+"""Where memory is short, a layout within ``NEAR`` of the fastest is taken if it needs ``LIGHTER`` less memory:
+published repetitions of one configuration differ by 6 % in speed, and a run that does not fit has none."""
+
 OPTION_STEP = 0.01
 """Share of tokens/s that an option must gain to be used."""
 
@@ -229,12 +234,27 @@ def score(one: Candidate) -> float:
 
 
 def best(candidates: Iterable[Candidate], hardware: Hardware) -> Candidate | None:
-    """The best candidate: the one with the fewest axes among those whose ``score`` is within ``TIE`` of the highest.
+    """The best candidate; None if there are no candidates.
 
-    Ties are broken by: no CP, because fewer measurements support it; more headroom, as far as that is worth something;
-    no options that gain next to nothing. None if there are no candidates.
+    It is the preferred one. If that leaves less than ``ENOUGH_HEADROOM``, it is the preferred one among those within
+    ``NEAR`` of the fastest that need at least ``LIGHTER`` less memory, if there are any.
     """
     pool = list(candidates)
+    chosen = _preferred(pool, hardware)
+    if chosen is None or chosen.headroom(hardware) >= ENOUGH_HEADROOM:
+        return chosen
+    least = max(one.tokens_per_second for one in pool) * (1 - NEAR)
+    most = chosen.memory.total * (1 - LIGHTER)
+    lighter = [one for one in pool if one.tokens_per_second >= least and one.memory.total <= most]
+    return _preferred(lighter, hardware) or chosen
+
+
+def _preferred(pool: Sequence[Candidate], hardware: Hardware) -> Candidate | None:
+    """The candidate with the fewest axes among those whose ``score`` is within ``TIE`` of the highest.
+
+    Ties are broken by: no CP, because fewer measurements support it; more headroom, as far as that is worth something;
+    no options that gain next to nothing. None if the pool is empty.
+    """
     if not pool:
         return None
     highest = max(map(score, pool))
@@ -291,6 +311,8 @@ def rejects(found: Found, winner: Candidate, shown: Iterable[Candidate]) -> list
 def why_slower(one: Candidate, winner: Candidate) -> str:
     """How much slower a candidate is, and the part of its step that grows most over the winner's, per token."""
     share = 1 - one.tokens_per_second / winner.tokens_per_second
+    if share < TIE and winner.memory.total <= one.memory.total * (1 - LIGHTER):
+        return f"as fast within the model's error, but needs {one.memory.total / GIB:.1f} GiB"
     if share < TIE:
         return "as fast within the model's error, but with more axes or less headroom"
 
