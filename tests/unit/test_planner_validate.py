@@ -20,8 +20,9 @@ from crius.config.layout import Layout
 from crius.config.resolve import with_dtype
 from crius.config.run import replace_fields
 from crius.errors import ConfigError
-from crius.tools.plan.compare import validated_range
+from crius.tools.plan.compare import WITHOUT_PIPELINE, validated_range
 from crius.tools.plan.hardware import KNOWN
+from crius.tools.plan.holdings import model_parameters
 from crius.tools.plan.rates import TIME, TimeConstants
 from crius.tools.plan.time import tokens_per_second
 from crius.tools.plan.validate import Errors
@@ -391,6 +392,7 @@ LARGEST = llama("405b")
 
 def test_what_was_measured_is_within_the_validated_range():
     assert validated_range(EIGHT_B, KNOWN["h100-96g"]) == []
+    assert validated_range(replace(EIGHT_B, model=LARGEST, layout=Layout(dp_shard=64, tp=2)), KNOWN["gb200"]) == []
 
 
 @pytest.mark.parametrize(
@@ -406,7 +408,12 @@ def test_what_was_measured_is_within_the_validated_range():
         (
             replace(EIGHT_B, model=LARGEST, layout=Layout(dp_shard=512)),
             "h200",
-            "406 billion parameters without a pipeline",
+            "406 billion parameters per tensor-parallel rank without a pipeline",
+        ),
+        (
+            replace(EIGHT_B, model=LARGEST, layout=Layout(dp_shard=256, tp=2)),
+            "h100-96g",
+            "measured up to 118 on hopper",
         ),
         (replace(EIGHT_B, precision="float8"), "a100-80g", "no float8"),
         (replace(EIGHT_B, precision="float8"), "mi300x", "one measurement of tensorwise float8"),
@@ -416,6 +423,16 @@ def test_what_was_measured_is_within_the_validated_range():
 )
 def test_outside_of_it_the_reason_is_said(workload, gpu, reason):
     assert any(reason in text for text in validated_range(workload, KNOWN[gpu]))
+
+
+def test_without_a_pipeline_the_range_of_each_generation_is_that_of_its_rows():
+    most = dict.fromkeys(WITHOUT_PIPELINE, 0.0)
+    for row in read_measurements(ROWS)[0]:
+        work = row.workload
+        if work.layout.pp == 1:
+            whole = model_parameters(work.model) / work.layout.tp
+            most[row.hardware.generation] = max(most[row.hardware.generation], whole)
+    assert all(most[name] <= limit <= 1.05 * most[name] for name, limit in WITHOUT_PIPELINE.items())
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ GPUS = 2048
 SEQ_LEN = (512, 262_144)
 DEGREES = {"tp": 16, "cp": 8, "pp": 16, "ep": 64}
 SHARDS = 512
-WITHOUT_PIPELINE = 203e9
-"""Parameters of one tensor-parallel rank that FSDP split without a pipeline: half of 405 billion."""
+WITHOUT_PIPELINE = {"ampere": 71e9, "hopper": 118e9, "blackwell": 203e9, "blackwell_ultra": 117e9, "cdna3": 8.4e9}
+"""Most parameters of one tensor-parallel rank without a pipeline, by generation: networks and links differ by it."""
 SCHEDULES = ("1f1b", "interleave_1f1b")
 UNMEASURED = ("rtx-4090", "a10g", "l4", "cpu", "h100-pcie", "h100-nvl", "h800", "gh200")
 
@@ -59,9 +59,13 @@ def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
             reasons.append(f"{axis} {degree}: measured up to {most}")
     if layout.fsdp > SHARDS:
         reasons.append(f"weights in {layout.fsdp} shards: measured up to {SHARDS}")
-    if layout.pp == 1 and parameters / layout.tp > WITHOUT_PIPELINE:
-        whole, measured = parameters / layout.tp / 1e9, WITHOUT_PIPELINE / 1e9
-        reasons.append(f"FSDP of {whole:.0f} billion parameters without a pipeline: measured up to {measured:.0f}")
+    whole = parameters / layout.tp
+    most_whole = WITHOUT_PIPELINE.get(hardware.generation, 0.0)
+    if layout.pp == 1 and whole > most_whole > 0:
+        reasons.append(
+            f"{whole / 1e9:.0f} billion parameters per tensor-parallel rank without a pipeline: measured up to "
+            f"{most_whole / 1e9:.0f} on {hardware.generation.replace('_', ' ')}"
+        )
     if layout.pp > 1 and workload.schedule not in SCHEDULES:
         reasons.append(f"no measurement of schedule {workload.schedule}")
     if workload.cpu_offload:
