@@ -12,8 +12,9 @@ from crius.errors import DataError
 from crius.strict_json import load_object
 
 FORMAT_VERSION = 1
-CHAT_VERSION = 2
-"""Versions of a folder of documents, and of a folder of samples. Older Crius refuses the latter and its targets.bin."""
+CHAT_VERSION = 3
+"""Versions of a folder of documents, and of a folder of samples. Older Crius refuses the latter and its targets.bin.
+Targets of version 2 are refused: they ignored marks such as ``"train": false``."""
 
 META = "meta.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

@@ -101,7 +101,7 @@ def chat_work(data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, con
         DataError: the tokenizer has no chat template.
     """
     encoder = chat_encoder(data, config, tokenizer)
-    chunks = _batched(read_conversations(data, files), CHUNK_CONVERSATIONS)
+    chunks = _batched(encoder.counted(read_conversations(data, files)), CHUNK_CONVERSATIONS)
     return Work(chunks, partial(encode_samples, encoder), partial(_sample_encoder, data, config), encoder.fingerprint)
 
 

@@ -68,6 +68,26 @@ FORMS = {
         {},
         [USER, (*ASSISTANT, 0), USER, ASSISTANT],  # what a prompt has of the assistant has weight 0
     ),
+    **{
+        f"{key} {value}": (
+            {"messages": [HI[0] | {key: value}, HI[1] | {key: value}, HI[1] | {key: not value}]},
+            {},
+            [("user", "Hi", *own), (*ASSISTANT, *first), (*ASSISTANT, *second)],
+        )
+        for key, value, own, first, second in (("train", False, (), (0,), ()), ("train", True, (1,), (), (0,)))
+    },
+    "loss false": ({"messages": [HI[0] | {"loss": True}, HI[1] | {"loss": False}]}, {}, [USER, (*ASSISTANT, 0)]),
+    "masked": ({"messages": [HI[0] | {"masked": False}, HI[1] | {"masked": True}]}, {}, [USER, (*ASSISTANT, 0)]),
+    "marks that agree": (
+        {"messages": [HI[0], HI[1] | {"weight": 1, "train": True, "masked": False}]},
+        {},
+        [USER, ASSISTANT],
+    ),
+    "no marks but values": (
+        {"messages": [HI[0], HI[1] | {"loss": 0.25, "train": "no"}]},
+        {},
+        [USER, (*ASSISTANT, 0.25, "no")],
+    ),
     "parts of text": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"text": "i"}]}, HI[1]]},
         {},
@@ -113,7 +133,20 @@ BAD = {
     "an unknown role": (row_with(role="asistant"), "unknown role 'asistant'"),
     "no role": ({"messages": [{"content": "x"}, *HI]}, "message 1 has no role"),
     "a role of a list": (row_with(role=["assistant"]), "unknown role"),
-    "a strange weight": (row_with(weight=0.5), "weight 0.5"),
+    "a strange weight": (row_with(weight=0.5), "message 2 has the weight 0.5"),
+    "a strange weight of a user": ({"messages": [HI[0] | {"weight": 2}, HI[1]]}, "message 1 has the weight 2"),
+    "a weight and a mark": (
+        row_with(weight=1, train=False),
+        'trained on, and that it is not: {"weight": 1, "train": false',
+    ),
+    "two marks": (
+        row_with(train=True, masked=True),
+        'message 2 says that it is trained on, and that it is not: {"train"',
+    ),
+    "a mark of a user": (
+        {"messages": [HI[0] | {"weight": 0, "train": True}, HI[1]]},
+        "message 1 says that it is trained",
+    ),
     "calls that are no list": (row_with(tool_calls={"a": 1}), "tool_calls of message 2"),
     "half a character": (row_with(content="\ud83d"), "lone surrogate \\ud83d"),
     "half a character in a call": (row_with(tool_calls=[{"a": "\ud83d"}]), "lone surrogate"),

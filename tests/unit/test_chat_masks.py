@@ -136,6 +136,26 @@ def test_a_weight_of_0_keeps_a_message_out_of_the_loss(targets):
     ]
 
 
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("by_index", "captured")])
+def test_a_user_who_is_marked_is_trained_on_with_the_end_of_the_turn(name, targets):
+    chat = [dict(role=role, content=content) for role, content in CHAT]
+    chat[0]["weight"] = 1
+    chat[3]["weight"] = 0
+    said = {
+        "no_header": ["Hi [/INST] Ho<|im_end|>"],
+        "marked_without_end": ["Hi<|im_end|>\n", "Ho<|im_end|>"],
+        "nested": ["Hi<|im_end|>", "Ho<|im_end|>\n"],
+    }.get(name, [TARGETS[name][0].replace("Ho", "Hi"), TARGETS[name][0]])
+    assert targets(name, chat) == said
+
+
+def test_a_user_whose_text_cannot_be_found_is_refused(targets):
+    chat = [dict(role="user", content="Hi", weight=1), dict(role="assistant", content="Ho")]
+    for name in ("by_index", "captured"):
+        with pytest.raises(DataError, match="message 1 of the conversation cannot be masked"):
+            targets(name, chat)
+
+
 def test_the_end_of_a_turn_is_left_out_if_asked(targets):
     for name in ("chatml", "always", "marked", "marked_without_end"):
         assert targets(name, CHAT, train_on_end_of_turn=False) == ["Ho"]
@@ -170,6 +190,19 @@ def test_a_user_who_spells_a_turn_of_the_assistant_is_not_trained_on(tokenizer, 
     ]
     assert len(list(encoder.encode(rows))) == 4
     assert encoder.num_with_special == 2 and [r.getMessage()[:5] for r in caplog.records] == ["row 0"]
+
+
+def test_keys_that_nothing_uses_are_counted_in_one_line(tokenizer, caplog):
+    said = dict(role="assistant", content="Ho", weight=0, train="no", name="x")
+    chats = [Conversation((dict(role="user", content="Hi"), said), None, "row", ("id",))] * 3
+    template = CHATML.replace("message['role']", "message.name or message.role")
+    assert list(ChatEncoder(tokenizer, template, NAMES, DataConfig()).counted(chats)) == chats
+    (record,) = caplog.records
+    assert record.getMessage().endswith("chat template: 'id' of rows (3), 'train' of messages (3)")
+    caplog.clear()
+    whole = CHATML.replace("message['content']", "message | tojson")
+    list(ChatEncoder(tokenizer, whole, NAMES, DataConfig()).counted(chats[:1]))
+    assert "messages" not in caplog.text
 
 
 def test_a_template_that_leaves_out_tool_calls_is_named_once(encode, caplog):

@@ -13,6 +13,7 @@ from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data import cache
 from crius.data.corpus import open_corpus
 from crius.data.loader import BatchLoader
+from crius.data.meta import META
 from crius.data.prepare import prepare
 from crius.data.samples import pack
 from crius.data.show import CLOSE, OPEN, documents_of, lines_of, read_shown
@@ -239,6 +240,15 @@ def test_a_prepared_folder_of_conversations_is_the_same_data(chat, tmp_path, wor
     assert corpus(chat, prepared).train.identity == corpus(chat).train.identity
     with pytest.raises(DataError, match=r"has conversations, .* documents(?s:.)*--data.format chat"):
         corpus(chat, DataConfig(source="tokens", path=prepared.path))
+
+
+def test_a_prepared_folder_whose_mask_ignores_marks_is_refused(chat, tmp_path):
+    prepare(chat_data(chat), TokenizerConfig(path=str(chat / "tok")), tmp_path / "out")
+    meta = tmp_path / "out" / META
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"version": 2}))
+    with pytest.raises(DataError, match="has format version 2; this Crius reads versions 1 and 3") as caught:
+        corpus(chat, DataConfig(source="tokens", format="chat", path=(str(tmp_path / "out"),)))
+    assert "crius data prepare" in caught.value.fix
 
 
 def test_validation_on_other_files_packs_them_alike(chat, tmp_path):

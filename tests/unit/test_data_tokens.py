@@ -160,8 +160,8 @@ def test_a_cut_or_missing_file_is_named(folder, name):
 def test_meta_of_another_version_or_shape_is_refused(folder):
     meta = json.loads((folder / "meta.json").read_text())
     for change, want in {
-        ("version", 3): "format version 3; this Crius reads versions 1 and 2",
-        ("version", 2): "targets.bin is missing",
+        ("version", 4): "format version 4; this Crius reads versions 1 and 3",
+        ("version", 3): "targets.bin is missing",
         ("num_tokens", "7"): "'7' as num_tokens",
         ("num_tokens", 0): "no tokens",
         ("num_tokens", meta["num_tokens"] + 1): r"tokens.bin has [\d,]+ bytes instead of",

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ PAIRS = (
 _BESIDE = ("input", "context", "history", "system_prompt")
 """Columns that, in addition to a pair, would belong to the question."""
 
+_MARKS = {"weight": True, "train": True, "loss": True, "masked": False}
+"""Keys that say whether the loss is on a message, with the value of a message that is trained on."""
+
 _FLAG = "--data.columns"
 _DEEPEST = 100
 
@@ -46,14 +49,21 @@ class Conversation:
 
     Attributes:
         messages: objects with ``role`` and ``content``, maybe ``tool_calls`` and others, as a chat template takes them.
-            ``weight`` 0 excludes an assistant's message from the loss.
+            ``weight`` 0 excludes an assistant's message from the loss, 1 includes that of another role.
         tools: JSON schemas of the tools that the assistant may call; None if there are none.
         where: file and line or row, for messages.
+        unused: keys of the row that Crius does not use.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None
     where: str
+    unused: tuple[str, ...] = ()
+
+
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether the loss is on a message of a ``Conversation``."""
+    return bool(message.get("weight", message["role"] == "assistant"))
 
 
 def read_conversations(data: DataConfig, files: Sequence[Path]) -> Iterator[Conversation]:
@@ -81,20 +91,28 @@ def _of_jsonl(data: DataConfig, file: Path) -> Iterator[Conversation]:
         where = f"{file}, line {number}"
         if not isinstance(row, dict):
             raise DataError(f"the row is {json_kind(row)}, not an object with a conversation.", where=where)
-        yield _conversation(row, columns_of(data.columns, list(row), where), where)
+        columns = columns_of(data.columns, list(row), where)
+        yield _conversation(row, columns, where, _unused(row, columns))
 
 
 def _of_parquet(data: DataConfig, file: Path) -> Iterator[Conversation]:
     found: list[str] = []
+    unused: list[str] = []
 
     def choose(names: list[str]) -> list[str]:
         found.extend(columns_of(data.columns, names, str(file)))
-        return [name for name in names if name in (*found, "tools", "system", *_BESIDE)]
+        unused.extend(_unused(names, found))
+        return [name for name in names if name not in unused]
 
     for row, number in parquet_rows(file, choose):
         # a parquet column has the keys of all rows: keys that a row lacks are null in it
         full = {key: _without_nulls(value) for key, value in row.items()}
-        yield _conversation(full, found, f"{file}, row {number}")
+        yield _conversation(full, found, f"{file}, row {number}", unused)
+
+
+def _unused(names: Iterable[str], columns: Sequence[str]) -> list[str]:
+    used = (*columns, "tools", "system", *(_BESIDE if tuple(columns) in PAIRS else ()))
+    return [name for name in names if name not in used]
 
 
 def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[str]:
@@ -132,7 +150,7 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
     )
 
 
-def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str) -> Conversation:
+def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str, unused: Sequence[str]) -> Conversation:
     if len(columns) == 1:
         messages = _messages(row[columns[0]], columns[0], where)
     else:
@@ -147,7 +165,7 @@ def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
             "to train on",
             fix="remove the row",
         )
-    return Conversation(tuple(messages), _tools(row.get("tools"), where), where)
+    return Conversation(tuple(messages), _tools(row.get("tools"), where), where, tuple(unused))
 
 
 def _pair(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[dict[str, Any]]:
@@ -206,12 +224,29 @@ def _message(value: Any, what: str, where: str) -> dict[str, Any]:
         )
     message["role"] = role
     message["content"] = _content(message, what, where)
-    if role == "assistant" and message.get("weight", 1) not in (0, 1):
+    if message.get("weight", 1) not in (0, 1):
         raise DataError(f"{what} has the weight {message['weight']!r}; it must be 0 or 1.", where=where)
+    _take_marks(message, what, where)
     if not isinstance(message.get("tool_calls", []), list):
         raise DataError(f"the tool_calls of {what} are {json_kind(message['tool_calls'])}, not a list.", where=where)
     _check_texts(message, what, where)
     return message
+
+
+def _take_marks(message: dict[str, Any], what: str, where: str) -> None:
+    """Leave ``weight`` where the loss is not as the role says: 0 of the assistant, 1 of another role."""
+    said = {key: message.pop(key) for key in _MARKS if message.get(key) in (0, 1)}
+    votes = {value == _MARKS[key] for key, value in said.items()}
+    if len(votes) > 1:
+        raise DataError(
+            f"{what} says that it is trained on, and that it is not: {json.dumps(said)}.",
+            where=where,
+            fix="keep one of these keys, or make them agree",
+        )
+    if message["role"] == "assistant" and votes == {False}:
+        message["weight"] = 0
+    if message["role"] != "assistant" and said.get("train"):
+        message["weight"] = 1
 
 
 def _content(message: Mapping[str, Any], what: str, where: str) -> str | None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,19 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 from crius.config.data import DataConfig
-from crius.data.chat.conversations import Conversation
+from crius.data.chat.conversations import Conversation, is_trained
 from crius.data.chat.renderer import Rendered, Renderer
 from crius.data.chat.template import END_OF_TURN
 from crius.data.source import MarkedText
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
 
-_VERSION = 2
+_VERSION = 3
 """Must change when new code gives a conversation other tokens or another mask."""
 
 _BATCH = 64
 _BATCH_CHARACTERS = 1 << 20
 """Most conversations, and about the most characters, that the renderer gets at a time."""
+
+_MOST_KEYS = 20
+"""Most unused keys that are named."""
 
 _MARK_IT = "put {% generation %} and {% endgeneration %} around the assistant's text in chat_template.jinja"
 
@@ -85,6 +89,20 @@ class ChatEncoder:
         self.num_with_special = 0
         self._warned: set[str] = set()
 
+    def counted(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+        """The conversations; after the last one, a line counts the keys that neither Crius nor the template uses."""
+        used = {"role", "content", "weight", *re.findall(r"\w+", self._template)}
+        takes_all = re.search(r"for (\w+) in messages(?s:.*)\b\1( *\| *tojson|\.items)", self._template)
+        unused = Counter[str]()
+        for chat in conversations:
+            unused.update(f"{key!r} of rows" for key in chat.unused)
+            for message in () if takes_all else chat.messages:
+                unused.update(f"{key!r} of messages" for key in message.keys() - used)
+            yield chat
+        if unused:
+            shown = ", ".join(f"{name} ({count:,})" for name, count in unused.most_common(_MOST_KEYS))
+            _log.warning("%d keys are used neither by Crius nor by the chat template: %s", len(unused), shown)
+
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[ChatSample]:
         """The tokens of each conversation, in order. A sample may have no target.
 
@@ -96,7 +114,7 @@ class ChatEncoder:
         fix = "leave out --data.format chat"
         with Renderer(self._template, self._special, self._names, is_dated=False, fix=fix) as renderer:
             for batch in _batches(conversations):
-                tasks = [{"messages": [_shown(one) for one in chat.messages], "tools": chat.tools} for chat in batch]
+                tasks = [_task(chat) for chat in batch]
                 rendered = list(zip(batch, renderer.render(tasks), strict=True))
                 for chat, answer in rendered:
                     self._check(chat, answer)
@@ -161,28 +179,24 @@ class ChatEncoder:
             _log.warning("%s: %s. Later conversations of this kind are not shown.", chat.where, what)
 
     def _mask(self, chat: Conversation, answer: Rendered, text: MarkedText) -> npt.NDArray[np.bool_]:
-        trained = {
-            place
-            for place, message in enumerate(chat.messages)
-            if message["role"] == "assistant" and message.get("weight", 1) != 0
-        }
+        trained = {place for place, message in enumerate(chat.messages) if is_trained(message)}
         turns = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if self._data.train_on == "last":
             trained &= {turns[-1]}
         mask = np.zeros(len(text.ids), dtype=np.bool_)
         for turn, start, end in answer.spans:
-            if turn < 0 and trained != {*turns}:
+            if turn < 0 and not trained.issuperset(turns):
                 raise DataError(
                     "the assistant's text cannot be assigned to each of its messages.",
                     where=chat.where,
                     why="the chat template does not have one {% generation %} block per message of the assistant",
-                    fix="--data.train_on all, without weights of messages",
+                    fix="--data.train_on all, without weights and marks of messages",
                 )
             if turn < 0 or turn in trained:
                 if not self._mark(mask, answer.text, text, start, end) and self._data.train_on_end_of_turn:
                     self._warn(
                         chat,
-                        "no known end-of-turn token follows a turn of the assistant: the model does not learn to "
+                        "no known end-of-turn token follows a turn that is trained on: the model does not learn to "
                         "stop there",
                     )
         return mask
@@ -220,9 +234,11 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
         yield batch
 
 
-def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for the template, without its weight, which is only for the loss."""
-    return {key: value for key, value in message.items() if key != "weight"}
+def _task(chat: Conversation) -> dict[str, Any]:
+    """A task for the renderer: messages without their weight, which is only for the loss."""
+    messages = [{key: value for key, value in one.items() if key != "weight"} for one in chat.messages]
+    others = [place for place, one in enumerate(chat.messages) if one["role"] != "assistant" and is_trained(one)]
+    return {"messages": messages, "tools": chat.tools, "others": others}
 
 
 def _texts(value: Any) -> Iterator[str]:

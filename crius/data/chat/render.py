@@ -2,10 +2,11 @@
 
 It imports nothing of Crius and is started by ``crius.data.chat.renderer``. It reads JSON, one value per line. The first
 line has the arguments of ``Template`` and the limits ``cpu_seconds`` per task and ``memory_bytes``; the answer is
-``{}``. The following lines are lists of tasks. A task has ``messages`` and ``tools``, and ``prompt`` if the text up to
-the assistant's answer is wanted. The process writes one line per task: ``{"text", "spans"}`` or ``{"error", "turn"}``.
-``spans`` has ``[message, start, end]`` in characters of the text: the assistant's text in that message, with its end of
-turn. Message -1 means that the message is unknown.
+``{}``. The following lines are lists of tasks. A task has ``messages`` and ``tools``, ``prompt`` if the text up to the
+assistant's answer is wanted, and ``others``, places of messages whose text is wanted although another role says them.
+The process writes one line per task: ``{"text", "spans"}`` or ``{"error", "turn"}``. ``spans`` has ``[message, start,
+end]`` in characters of the text: the text of the assistant, or of another one, in that message, with its end of turn.
+Message -1 means that the message is unknown.
 """
 
 import datetime
@@ -24,6 +25,9 @@ from jinja2 import TemplateError, ext, nodes, sandbox
 MOST_CHARACTERS = 1 << 22
 _HEADER = 4096
 """Longest header of a turn, in characters."""
+
+_START = "\U0010fffe"
+"""Is put before a content to see where it lies. No text has it: it is not a character."""
 
 _NO_PROMPT = "it ignores add_generation_prompt, so the header of an answer cannot be separated from the answer"
 
@@ -130,13 +134,25 @@ class Template:
         lies = {index: (start, end) for index, start, end in found}
         return text, lies if len(lies) == len(found) else {}, blocks
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the spans of the assistant's text in it.
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, others: Sequence[int]
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation, and the spans of the assistant's text in it, and of the messages ``others``.
 
         Raises:
             Refused: the spans cannot be found.
         """
         text, extents, blocks = self._marked(messages, tools)
+        spans = []
+        for place in others:  # from where the content begins to the end of the turn
+            begin, end = extents.get(place, (0, -1))
+            changed = [*messages]
+            changed[place] = {**messages[place], "content": f"{_START}{messages[place].get('content') or ''}"}
+            shifted = self.text(changed, tools)
+            start = shifted.find(_START, begin, end + 1)
+            if start < 0 or not text.startswith(shifted[:start]):
+                raise Refused("the start of its text cannot be found: no loop renders it as it is", place)
+            spans.append((place, start, end))
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.has_generation:
             if blocks is None:
@@ -146,8 +162,8 @@ class Template:
                 if message["role"] != "assistant" and any(start < after and begin < end for start, end in blocks):
                     why = f"a {{% generation %}} block is around the text of the {message['role']}"
                     raise Refused(why, place)
-            return text, self._of_blocks(blocks, turns, extents)
-        return text, [self._turn(text, messages, tools, turn, extents.get(turn)) for turn in turns]
+            return text, spans + self._of_blocks(blocks, turns, extents)
+        return text, spans + [self._turn(text, messages, tools, turn, extents.get(turn)) for turn in turns]
 
     def _of_blocks(
         self, blocks: list[tuple[int, int]], turns: list[int], extents: dict[int, tuple[int, int]]
@@ -320,7 +336,7 @@ def _answer(template: Template, task: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if task.get("prompt"):
             return {"text": template.text(task["messages"], task.get("tools"), prompt=True)}
-        text, spans = template.conversation(task["messages"], task.get("tools"))
+        text, spans = template.conversation(task["messages"], task.get("tools"), task.get("others", ()))
         return {"text": text, "spans": spans}
     except Exception as error:  # an untrusted template may raise anything
         return _error(error)
