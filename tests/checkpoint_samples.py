@@ -50,7 +50,7 @@ def write(disk, step, attempt, seed=0, beat=lambda: None):
         files[file], places = write_shard(disk, f"{folder}/{file}", parts, beat)
         for (_, name, _, offset, shape, _), (begin, end, digest) in zip(mine, places, strict=True):
             chunks[name].append(Chunk(file, begin, end, offset, shape, digest))
-    state = json.dumps({"train": {"step": step, "tokens": step * 512}, "seed": seed}).encode()
+    state = json.dumps({"train": {"step": step, "tokens": step * 512 + seed}}).encode()
     file = f"{disk.file_name('state', attempt)}.json"
     with disk.create(f"{folder}/{file}") as sink:
         sink.write(state)

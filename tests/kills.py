@@ -5,7 +5,7 @@ import functools
 import os
 import signal
 
-SYSCALLS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir")
+SYSCALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir")
 
 
 def recorded(work, log):

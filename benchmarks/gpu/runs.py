@@ -316,7 +316,7 @@ def resume(this: Round) -> None:
             this.row(name, False, whole.done.why, whole.done.seconds)
             continue
         shutil.rmtree(max((folder / "checkpoints").glob("step-*")))  # so that the last steps are trained again
-        again = train(this, f"{name} again", flags, folder=folder)
+        again = train(this, f"{name} again", [*flags, "--checkpoint.restart"], folder=folder)
         seconds = whole.done.seconds + again.done.seconds
         if not again.is_whole:
             this.row(name, False, again.done.why, seconds)

@@ -8,7 +8,7 @@ from typing import Any
 
 from crius.checkpoint.disk import Disk, Sink
 from crius.checkpoint.folder import damages_of_file
-from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, FileEntry, Hasher, Manifest, digest_of
+from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, FileEntry, Hasher, Manifest, digest_of, own_digest
 from crius.checkpoint.names import MANIFEST
 from crius.checkpoint.state import encode_state
 from crius.errors import CheckpointError
@@ -106,8 +106,8 @@ def _header(parts: Sequence[Part]) -> bytes:
 
 def commit(
     disk: Disk, folder: str, attempt: str, manifest: Manifest, state: dict[str, Any], *, verify: bool = True
-) -> None:
-    """Write state and manifest of a checkpoint whose shards are written, and commit it.
+) -> Manifest:
+    """Write state and manifest of a checkpoint whose shards are written, and commit it. Returns the whole manifest.
 
     Args:
         disk: folder of checkpoints.
@@ -132,7 +132,9 @@ def commit(
             f"{disk.where}/{folder} lacks {', '.join(missing[:3])}, which another rank has written: "
             "all ranks must share the folder of checkpoints."
         )
-    entry = _write_small(disk, folder, MANIFEST, dataclasses.replace(manifest, files=files).encode())
+    manifest = dataclasses.replace(manifest, files=files)
+    encoded = manifest.encode()
+    entry = _write_small(disk, folder, MANIFEST, encoded)
     if verify:
         try:
             check_written(disk, folder, MANIFEST, entry)
@@ -140,6 +142,7 @@ def commit(
             disk.remove(folder)
             raise
     disk.commit(folder, manifest.step)
+    return dataclasses.replace(manifest, digest=own_digest(encoded))
 
 
 def _write_small(disk: Disk, folder: str, name: str, data: bytes) -> FileEntry:

@@ -106,7 +106,8 @@ def find(
         f"no checkpoint in {folder.disk.where} is good; damaged: step {_listed(damaged)}.",
         where="--checkpoint.load_step" if load_step >= 0 else "--checkpoint.folder",
         why=problems[0],
-        fix=f"crius checkpoint verify {folder.disk.where} shows more; --checkpoint.folder NEW starts a new run",
+        fix=f"crius checkpoint verify {folder.disk.where} shows more; a new run: --checkpoint.folder NEW "
+        "--checkpoint.restart",
     )
 
 

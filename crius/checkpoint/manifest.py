@@ -94,6 +94,11 @@ _DIGITS = slice(len(_HEAD), len(_HEAD) + len(_ZEROS))
 _KEYS = ("digest", "format", "version", "step", "run_id", "versions", "config", "layout", "num_ranks", "dataset")
 
 
+def own_digest(data: bytes) -> str:
+    """The hash in the first line of an encoded manifest."""
+    return data[_DIGITS].decode("ascii", "replace")
+
+
 class FileEntry(NamedTuple):
     """Size of a file in bytes, and its hash."""
 
@@ -192,11 +197,11 @@ class Manifest:
             _refuse(where, f"has {len(data):,} bytes, but the limit is {MAX_MANIFEST_BYTES:,}")
         if not data.startswith(_HEAD):
             _refuse(where, "is damaged, or is not a manifest of Crius", "it does not start with its own hash")
-        said = data[_DIGITS]
-        if digest_of(data[: _DIGITS.start] + _ZEROS + data[_DIGITS.stop :]).encode() != said:
+        said = own_digest(data)
+        if digest_of(data[: _DIGITS.start] + _ZEROS + data[_DIGITS.stop :]) != said:
             _refuse(where, "is damaged", "its hash differs from the hash in its first line")
         with _uncollected():
-            return cls._decoded(data, said.decode(), where)
+            return cls._decoded(data, said, where)
 
     @classmethod
     def _decoded(cls, data: bytes, digest: str, where: str) -> "Manifest":

@@ -139,6 +139,7 @@ class Saver:
         place: this process.
         beat: called when this rank writes, for the watchdog; a planted disk fault is also raised there.
         wait: called while this rank waits for others, for the watchdog; see ``crius.checkpoint.save.Progress``.
+        committed: called on rank 0 after each commit, maybe in a thread.
 
     Attributes:
         failures: number of consecutive failed saves; known on rank 0.
@@ -153,8 +154,10 @@ class Saver:
         place: Place,
         beat: Callable[[], None],
         wait: Callable[[int, bool], None] = lambda rank, has_moved: None,
+        committed: Callable[[Manifest], None] = lambda manifest: None,
     ) -> None:
         self._folder = folder
+        self._committed = committed
         self._config = config
         self._place = place
         self._progress = Progress(place.rank, place.store, f"save/{place.attempt}", beat, wait)
@@ -279,10 +282,11 @@ class Saver:
             written = [report["written"] and Written(*report["written"]) for report in reports]
             files, tensors = listed(metadata, self._planner.global_plan, written)
             manifest = dataclasses.replace(head, files=files, tensors=tensors)
-            commit(disk, folder, place.attempt, manifest, state, verify=self._config.verify_on_save)
+            manifest = commit(disk, folder, place.attempt, manifest, state, verify=self._config.verify_on_save)
         except BaseException as error:
             self._remove_quietly(folder)
             return _words(error)
+        self._committed(manifest)
         self.prune()
         return ""
 

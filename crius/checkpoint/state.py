@@ -5,6 +5,7 @@ from typing import Any
 
 from crius.checkpoint.disk import Disk
 from crius.checkpoint.manifest import MAX_TEXT, Manifest, digest_of
+from crius.checkpoint.names import is_plain
 from crius.errors import CheckpointError
 from crius.strict_json import load_object
 
@@ -19,6 +20,18 @@ MAX_READ = 10**16
 
 MAX_NUMBER = 1e100
 """Largest loss, norm or number of seconds; its square is finite."""
+
+
+_KEYS = {
+    "state": "train lr data stability run ledger init_from imported source source_kind source_digest source_folder",
+    "train": "step tokens updates skipped_steps rolled_back_steps",
+    "data": "step next_sample source cursors since",
+    "stability": "skips_in_a_row rollbacks_in_a_row spikes_in_a_row window",
+    "lr": "last next",
+    "run": "id threads",
+    "ledger": "command seconds",
+}
+"""Keys of the tables whose keys are fixed. Older checkpoints may lack some."""
 
 
 def encode_state(state: dict[str, Any], step: int) -> bytes:
@@ -37,10 +50,11 @@ def encode_state(state: dict[str, Any], step: int) -> bytes:
 
 
 def read_state(disk: Disk, folder: str, manifest: Manifest) -> dict[str, Any]:
-    """The state of a checkpoint. Every value that a run uses is checked; unknown values are kept.
+    """The state of a checkpoint, with every value checked.
 
     Raises:
-        CheckpointError: the state is missing, differs from the written bytes, or is not a state that Crius writes.
+        CheckpointError: the state is missing, differs from the written bytes, is not a state that Crius writes, or
+            contradicts itself or the manifest.
     """
     name = manifest.state_file
     where = f"{disk.where}/{folder}"
@@ -53,6 +67,8 @@ def read_state(disk: Disk, folder: str, manifest: Manifest) -> dict[str, Any]:
         state = load_object(data)
         _check(state, manifest.step, MAX_READ)
         _check_shards(state, manifest.config)
+        if state.get("run", {}).get("id", manifest.run_id) != manifest.run_id:
+            raise ValueError(f"run.id is {_shown(state['run']['id'])}, but the manifest has {_shown(manifest.run_id)}")
     except ValueError as error:
         raise _refusal(f"{name} of {where} is not a state that Crius writes: {str(error)[:200]}") from None
     return state
@@ -64,22 +80,27 @@ def _refusal(what: str) -> CheckpointError:
 
 def _check(state: dict[str, Any], step: int, most: int) -> None:
     """Raise ValueError if a run could not resume from ``state`` of ``step``; counts may be up to ``most``."""
+    _table({"state": state}, "state")
     if type(state.get("imported", False)) is not bool:
         raise ValueError(f"imported is {_shown(state['imported'])}")
     train = _table(state, "train")
     counts = {name: _count(value, f"train.{name}", most) for name, value in train.items()}
     if counts.get("step") != step:
         raise ValueError(f"train.step is {_shown(train.get('step'))}, but the manifest has step {step}")
-    for name in ("updates", "skipped_steps"):
-        if counts.get(name, 0) > step:
-            raise ValueError(f"train.{name} is {counts[name]}, which is more than the {step} steps")
+    # each step made its update, left it out, or lost it; older checkpoints lack the updates
+    others = [counts.get(name, 0) for name in ("skipped_steps", "rolled_back_steps")]
+    if sum(others) + counts.get("updates", step - sum(others)) != step or sum(others) > step:
+        raise ValueError(f"train.updates is {_shown(train.get('updates'))} in {step} steps, of which {others} had none")
+    for name, value in _table({"lr": {}} | state, "lr").items():
+        _number(value, f"lr.{name}")
     if "data" in state:
         _check_data(_table(state, "data"), step, most)
     if "stability" in state:
         _check_stability(_table(state, "stability"), most)
     if "run" in state:
         run = _table(state, "run")
-        _text(run.get("id", ""), "run.id")
+        if "id" in run and not is_plain(_text(run["id"], "run.id")):
+            raise ValueError(f"run.id is {_shown(run['id'])}")
         _count(run.get("threads", 1), "run.threads", most)
     for name, value in _table({"init_from": {}} | state, "init_from").items():
         _text(value, f"init_from.{_text(name, 'a name of init_from')}")
@@ -91,17 +112,21 @@ def _check(state: dict[str, Any], step: int, most: int) -> None:
 
 
 def _check_data(data: dict[str, Any], step: int, most: int) -> None:
-    _count(data.get("next_sample"), "data.next_sample", most)
+    sample = _count(data.get("next_sample"), "data.next_sample", most)
     if _count(data.get("step"), "data.step", most) != step:  # one batch per step, even if the update was skipped
         raise ValueError(f"data.step is {_shown(data['step'])}, but the manifest has step {step}")
     _text(data.get("source"), "data.source")
+    if "since" in data:  # older checkpoints lack it
+        first, begin, batch, end = _counts(data["since"], 4, "data.since", most)
+        expected = begin + (step - first) * batch
+        if end:
+            expected = min(expected, max(begin, end))
+        if sample != expected or first > step:
+            raise ValueError(f"data.next_sample is {sample} at step {step}, not {expected} as data.since says")
     for shard, cursor in _table(data, "cursors").items():
         if not (shard.isascii() and shard.isdecimal() and len(shard) <= 9):
             raise ValueError(f"data.cursors has a shard {_shown(shard)}")
-        if type(cursor) is not list or len(cursor) != 3:
-            raise ValueError(f"data.cursors has {_shown(cursor)} for shard {shard}")
-        for place in cursor:
-            _count(place, f"data.cursors of shard {shard}", most)
+        _counts(cursor, 3, f"data.cursors of shard {shard}", most)
 
 
 def _check_shards(state: dict[str, Any], config: dict[str, Any]) -> None:
@@ -133,6 +158,8 @@ def _table(state: dict[str, Any], name: str) -> dict[str, Any]:
     found = state.get(name)
     if type(found) is not dict:
         raise ValueError(f"{name} is {_shown(found)}" if name in state else f"it has no {name}")
+    if name in _KEYS and (unknown := found.keys() - _KEYS[name].split()):
+        raise ValueError(f"{name} has the unknown key {_shown(min(unknown))}")
     return found
 
 
@@ -140,6 +167,12 @@ def _count(value: Any, what: str, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:  # True is an int in Python, but not allowed here
         raise ValueError(f"{ascii(what)[1:-1][:60]} is {_shown(value)}")
     return value
+
+
+def _counts(value: Any, length: int, what: str, most: int) -> list[int]:
+    if type(value) is not list or len(value) != length:
+        raise ValueError(f"{what} is {_shown(value)}")
+    return [_count(one, what, most) for one in value]
 
 
 def _number(value: Any, what: str) -> None:

@@ -107,7 +107,8 @@ def command(*more: str) -> str:
 
 
 def _flags(*more: str) -> list[str]:
-    return normalized_argv([*COMMAND, *more])[1:]
+    # a run that was allowed to begin again is not allowed it once more
+    return [flag for flag in normalized_argv([*COMMAND, *more])[1:] if not flag.startswith("--checkpoint.restart")]
 
 
 def _is_named(run: RunConfig) -> bool:

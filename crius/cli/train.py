@@ -148,7 +148,7 @@ def own(facts: Facts, folder: Path, placement: Placement | None, stack: contextl
     """
     from crius.launch.lock import remove_unused, run_lock
     from crius.train.inputs import check_resume, open_run_corpus, own_checkpoint_folder
-    from crius.train.saving import check_space
+    from crius.train.saving import check_newest_of, check_space
 
     run = facts.config
     if placement and placement.rank:
@@ -158,6 +158,7 @@ def own(facts: Facts, folder: Path, placement: Placement | None, stack: contextl
     checkpoints = own_checkpoint_folder(run, folder)
     if checkpoints and not checkpoints.resolve().is_relative_to(folder.resolve()):
         locks.append(stack.enter_context(run_lock(checkpoints, "train")))  # another run may have the same one
+    check_newest_of(run, folder)
     check_resume(run, folder)
     check_space(run, folder)
     if placement is None and run.data.source != "huggingface":  # a stream's threads cannot be forked

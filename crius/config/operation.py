@@ -72,6 +72,10 @@ class CheckpointConfig:
     """Step to resume from. -1: the newest good checkpoint. Later checkpoints of the same folder are set aside, not
     overwritten."""
 
+    restart: bool = False
+    """Take the checkpoints that are there although the run has saved a newer one: continue from the newest, or begin
+    again if there is none. Without it a run whose newest checkpoint is missing is refused."""
+
     load_path: str = ""
     """Folder of checkpoints to start from if this run has no checkpoint yet, such as another run's."""
 

@@ -105,12 +105,16 @@ class LoaderState(TypedDict):
     ``cursors`` has the shards of one rank, as ``str(shard): [epoch, document, token_offset]``. Its keys differ between
     ranks, and everything else is equal. So the states of all ranks can be merged into one state, from which any number
     of ranks can resume.
+
+    ``since`` explains ``next_sample``: step and sample from which on each step took the same number of samples, this
+    number, and the sample where they end (0: nowhere).
     """
 
     step: int
     next_sample: int
     source: str
     cursors: dict[str, list[int]]
+    since: list[int]
 
 
 class _Prepared(NamedTuple):
@@ -130,6 +134,9 @@ class BatchLoader:
         end_sample: samples from this id on are padding; 0: there is no end.
         pin_memory: hand out batches in page-locked memory, which are copied to a GPU without the host waiting.
         most_documents: most documents of a row for which a batch has ``ends_BM``; 0: no batch has it.
+
+    Attributes:
+        step: number of steps whose batch was handed out.
 
     Raises:
         ConfigError: the number of ranks does not divide the batch or the shards.
@@ -156,13 +163,12 @@ class BatchLoader:
         self.rank = rank
         self.num_ranks = num_ranks
         self.end_sample = end_sample
-        self.step = start_step
-        """Number of steps whose batch was handed out."""
         self._shards = range(rank, source.num_shards, num_ranks)
         self._prefetch = prefetch
         self._pin_memory = pin_memory
         self._most_documents = most_documents
-        self._next_sample = self._ended(start_step * global_batch_size)
+        self._next_sample: int
+        self._begin_at(start_step, self._ended(start_step * global_batch_size))
         self._cursors = source.cursors(self._shards)
         self._prefetcher: _Prefetcher | None = None
         self._closed = False
@@ -192,6 +198,11 @@ class BatchLoader:
         """Batches until ``end_sample``; 0 if there is no end."""
         return -(-max(0, self.end_sample - self._next_sample) // self.global_batch_size)
 
+    def _begin_at(self, step: int, sample: int) -> None:
+        self.step = step
+        self._next_sample = sample
+        self._since = [step, sample, self.global_batch_size, self.end_sample]
+
     def _ended(self, sample: int) -> int:
         return min(sample, self.end_sample) if self.end_sample else sample
 
@@ -203,7 +214,13 @@ class BatchLoader:
     def state_dict(self) -> LoaderState:
         """State after the last batch that was handed out."""
         cursors = {str(shard): list(cursor) for shard, cursor in self._cursors.items()}
-        return LoaderState(step=self.step, next_sample=self._next_sample, source=self.source.identity, cursors=cursors)
+        return LoaderState(
+            step=self.step,
+            next_sample=self._next_sample,
+            source=self.source.identity,
+            cursors=cursors,
+            since=self._since,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last batch of ``state``, the merged states of a run on any number of ranks.
@@ -230,16 +247,16 @@ class BatchLoader:
                 self.source.identity,
             )
         self._stop(timeout=None)  # the thread changes the cursors of the source
-        self.step = int(state["step"])
-        self._next_sample = int(state["next_sample"])
+        self._begin_at(int(state["step"]), int(state["next_sample"]))
+        if state.get("since", [])[2:] == self._since[2:]:  # the run continues as it was
+            self._since = state["since"]
         self.source.restore({shard: saved[shard] for shard in self._shards})
         self._cursors = self.source.cursors(self._shards)
 
     def start_at(self, step: int) -> None:
         """Continue after ``step`` steps of the current batch size, if there is no state. Not for a stream."""
         self._stop(timeout=None)
-        self.step = step
-        self._next_sample = self._ended(step * self.global_batch_size)
+        self._begin_at(step, self._ended(step * self.global_batch_size))
 
     def _start(self) -> "_Prefetcher":
         if self._shards and self._next_sample and not any(map(any, self._cursors.values())):

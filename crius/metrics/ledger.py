@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,16 +18,19 @@ class TimeLedger:
     """Seconds by phase. Phases do not overlap, so that they add up to the wall time, except for time that no phase
     covers.
 
-    ``initialise``: until the model exists; ``load``: loading the checkpoint; ``compile``: time of torch.compile within
-    the steps; ``data``: waiting for batches; ``compute``: the steps; ``save_blocked``: waiting for checkpoints;
+    ``initialise``: until the model exists; ``load``: loading the checkpoint; ``compile``: time of torch.compile, which
+    is taken out of the phase that it comes in, such as ``compute`` or ``validation``; ``data``: waiting for batches;
+    ``compute``: the steps; ``save_blocked``: waiting for checkpoints;
     ``lost``: steps that a failure undid; ``down``: from a failure until processes run again.
 
     Args:
         started: ``time.monotonic()`` at the start of the command; time before the first phase counts as ``initialise``.
+        compiled: seconds that this process has compiled so far.
     """
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, started: float, compiled: Callable[[], float] = lambda: 0.0) -> None:
         self._started = started
+        self._compiled = compiled
         self._mirror: Mirror | None = None
         self._unseen = 0.0
         self.seconds: dict[str, float] = {"initialise": time.monotonic() - started}
@@ -36,17 +39,15 @@ class TimeLedger:
     def phase(self, name: str) -> Iterator[None]:
         """Count the time in the context as ``name``."""
         begin = time.monotonic()
+        before = self._compiled()
         try:
             yield
         finally:
-            self._add(name, time.monotonic() - begin)
+            compiled = self._compiled() - before
+            self._add(name, time.monotonic() - begin - compiled)
+            if compiled:
+                self._add("compile", compiled)
             self._write()
-
-    def move(self, source: str, target: str, seconds: float) -> None:
-        """Move time from one phase to another."""
-        moved = min(seconds, self.seconds.get(source, 0.0))
-        self._add(source, -moved)
-        self._add(target, moved)
 
     def mirror_to(self, path: Path) -> None:
         """Keep ``path`` equal to this ledger, for the next attempt if this one is killed."""
@@ -79,7 +80,9 @@ class TimeLedger:
         """
         for name in OF_STEPS:
             if name in self.seconds:
-                self.move(name, "lost", self.seconds[name] - kept.get(name, 0.0))
+                undone = self.seconds[name] - kept.get(name, 0.0)
+                self._add(name, -undone)
+                self._add("lost", undone)
         self._add("lost", self._unseen)
         self._unseen = 0.0
 

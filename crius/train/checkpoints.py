@@ -1,6 +1,7 @@
 """The checkpoints of a run: when they are saved, their contents, and what a resumed run loads from them."""
 
 import contextlib
+import functools
 import logging
 import platform
 import time
@@ -22,6 +23,7 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.plain import NAMES
 from crius.checkpoint.save import Place, Saver
 from crius.config.changes import changes, check_changes
+from crius.config.run import RunConfig
 from crius.config.toml_file import shown
 from crius.data.loader import BatchLoader
 from crius.errors import CheckpointError, ConfigError
@@ -34,6 +36,7 @@ from crius.train.build import Job
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import check_steps_left, checkpoint_folder
 from crius.train.pretrained import load_base, load_initial
+from crius.train.saving import check_newest, remember
 from crius.train.state import TrainState, restore_streams, seed_streams, streams
 
 log = logging.getLogger("crius.checkpoint")
@@ -100,7 +103,8 @@ class Checkpoints:
             self._ranks.gather_json,
             self._attempt,
         )
-        self.saver = Saver(self.folder, self._config.checkpoint, place, self._beat, self._wait)
+        committed = functools.partial(remember, run_dir, self.folder)
+        self.saver = Saver(self.folder, self._config.checkpoint, place, self._beat, self._wait, committed)
         self.found: Found | None = None
         self._run_id = ""
         self._initial = dict[str, str]()
@@ -114,14 +118,20 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
+            ConfigError: the newest checkpoint of the run is missing.
         """
         config = self._config.checkpoint
         with status.during("load"):
             if self._ranks.rank == 0:
                 for line in self.folder.collect(self._attempt):
                     log.info("checkpoint: %s", line)
-            step = self._ranks.gather_json(self._own_step() if self._ranks.rank == 0 else None)[0]
+            step, *refusal = self._ranks.gather_json(self._asked() if self._ranks.rank == 0 else None)[0]
+            if refusal:
+                what, where, why, fix = refusal
+                raise ConfigError(what, where=where, why=why, fix=fix)
             self.found = self._find(self.folder, step)
+            if self._ranks.rank == 0:
+                remember(self._run_dir, self.folder, self.found.manifest if self.found else None)
             if self.found is None and config.load_path:
                 self.found = self._find(CheckpointFolder(open_disk(config.load_path)), config.load_step)
                 if self.found is None:
@@ -173,6 +183,19 @@ class Checkpoints:
         ledger = found.state.get("ledger", {})
         is_ours = self._command and ledger.get("command") == self._command
         return dict(ledger["seconds"]) if is_ours else {}
+
+    def say_lr(self, config: RunConfig) -> None:
+        """Log the learning rate before and after the resume, unless the schedule continues as it was.
+
+        Args:
+            config: the run, with as many steps as its epochs have left.
+        """
+        state = self._parts.state
+        step = state.step
+        lr = state.next_lr(config.optimizer.lr)
+        saved = self.found.state.get("lr", {}) if self.found else {}
+        if self._ranks.rank == 0 and saved.get("next", lr) != lr and step < config.training.steps:
+            log.warning("resume: learning rate %.4g in step %d -> %.4g in step %d", state.lr, step, lr, step + 1)
 
     def poll(self) -> tuple[bool, bool]:
         """Whether a checkpoint is due by rank 0's clock, and whether too many saves failed. Takes no time."""
@@ -232,6 +255,17 @@ class Checkpoints:
         if status.phase == "save" and (has_moved or status.waits_for != rank):
             status.update(waits_for=rank)
 
+    def _asked(self) -> list[Any]:
+        """Step of the run's own checkpoints to load, or -1; then the parts of an error if the newest one is missing."""
+        step = self._own_step()
+        try:
+            line = check_newest(self._run_dir, self.folder, step, accepts=self._config.checkpoint.restart)
+        except ConfigError as error:
+            return [step, error.what, error.where, error.why, error.fix]
+        if line:
+            log.warning("resume: %s", line)
+        return [step]
+
     def _own_step(self) -> int:
         """``checkpoint.load_step`` if it is a step of this run that the run has not returned to before; else -1.
 
@@ -283,6 +317,7 @@ class Checkpoints:
         data["cursors"] = {shard: cursor for of_rank in cursors for shard, cursor in of_rank.items()}
         return {
             "train": state.counters(),
+            "lr": {"last": state.lr, "next": state.next_lr(self._config.optimizer.lr)},
             "data": data,
             "stability": self._parts.guard.state(),
             "run": {"id": self._run_id, "threads": torch.get_num_threads()},
@@ -375,6 +410,7 @@ class Checkpoints:
         state = found.state
         parts = self._parts
         parts.state.restore(state["train"])
+        parts.state.lr = state.get("lr", {}).get("last", 0.0)
         if "data" in state:
             parts.loader.load_state_dict(state["data"])
         elif parts.state.step:

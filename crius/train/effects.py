@@ -332,11 +332,6 @@ class EffectWatch:
         if self._report:
             self._report.start()
 
-    @property
-    def compile_seconds(self) -> float:
-        """Seconds that torch.compile took so far."""
-        return self._report.seconds if self._report else 0.0
-
     def step(self, number: int) -> None:
         """Log effects that a step shows. Call after each step, with the number of steps that this process has done.
 

@@ -50,8 +50,8 @@ from crius.train.reports import Meter, Recovery, StepReports, is_complete, write
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
 from crius.train.setup import (
+    COMPILATIONS,
     MARKED,
-    beat_while_compiling,
     decide,
     most_documents,
     note_start,
@@ -90,7 +90,7 @@ def run(
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
     # before anything slow, so that a signal during the start is not lost
     stop = catch_stop_signals(has_launcher=placement.launcher == "local", scratch=placement.scratch)
-    ledger = TimeLedger(started)
+    ledger = TimeLedger(started, lambda: COMPILATIONS.seconds)
     recovery = Recovery(placement, ledger)
     with explained(run_dir, placement.rank, tools.explain) as story, contextlib.ExitStack() as stack:
         stack.enter_context(tools.around(config, placement))
@@ -117,7 +117,7 @@ def run(
                 recovery.resumed(checkpoints.resume(parts), loop.state.step)
                 loop.after_step.append(lambda step, done: recovery.step(step))
                 samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
-                loop = dataclasses.replace(_to_the_end(loop), checkpoints=checkpoints, samples=samples)
+                loop = dataclasses.replace(_to_the_end(loop, checkpoints), checkpoints=checkpoints, samples=samples)
             else:
                 load_initial(config, ranks, loop.state)
             keep_scales(job, loop.state.parts)  # of the loaded weights
@@ -242,19 +242,22 @@ def assemble(
         world=ranks,
         ledger=ledger,
         reports=StepReports(meter, ledger, guard, loads),
-        after_step=[functools.partial(_after_step, job, built, watch, ledger)],
+        after_step=[functools.partial(_after_step, job, built, watch)],
         profiler=profiler(config.profiler, run_dir, ranks.rank, ranks.device.type),
     )
 
 
-def _to_the_end(loop: Loop) -> Loop:
-    """A resumed loop, with as many steps as its epochs have left; the batch may have changed."""
+def _to_the_end(loop: Loop, checkpoints: Checkpoints) -> Loop:
+    """A resumed loop, with as many steps as its epochs have left; the batch may have changed. Logs a jump of its
+    learning rate."""
     steps = loop.state.step + loop.loader.steps_left
-    if not loop.loader.end_sample or steps == loop.config.training.steps:
-        return loop
-    log.info("the epochs end after step %d, with %d sequences per step from here", steps, loop.loader.global_batch_size)
-    loop.state.schedule = WarmupStableDecay(loop.config.lr_scheduler, max(1, steps))
-    return dataclasses.replace(loop, config=replace_fields(loop.config, {"training.steps": steps}))
+    if loop.loader.end_sample and steps != loop.config.training.steps:
+        batch = loop.loader.global_batch_size
+        log.info("the epochs end after step %d, with %d sequences per step from here", steps, batch)
+        loop.state.schedule = WarmupStableDecay(loop.config.lr_scheduler, max(1, steps))
+        loop = dataclasses.replace(loop, config=replace_fields(loop.config, {"training.steps": steps}))
+    checkpoints.say_lr(loop.config)
+    return loop
 
 
 def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLog:
@@ -275,11 +278,10 @@ def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLo
     return SampleLog(run_dir, mesh.batch_rank if is_first else None, start)
 
 
-def _after_step(job: Job, built: Built, watch: EffectWatch, ledger: TimeLedger, step: int, done: int) -> None:
+def _after_step(job: Job, built: Built, watch: EffectWatch, step: int, done: int) -> None:
     """Work after each step, whether its update was made or not."""
     keep_scales(job, built.parts)
     watch.step(done)
-    ledger.move("compute", "compile", watch.compile_seconds - ledger.seconds.get("compile", 0.0))
 
 
 def _place(config: RunConfig, device: torch.device, shard: ContextShard, batch: Batch) -> Batch:
@@ -312,7 +314,7 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     device = pick_device(config.training.device, placement.local_rank, sees_own_gpu=own_gpu)
     record_memory(config.profiler, device)
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
-    beat_while_compiling()
+    COMPILATIONS.watch()
     if config.compile.enable:
         for_cpu = device.type == "cpu"
         prepare_compile(config.compile, local_ranks=placement.local_world_size, for_cpu=for_cpu)
@@ -349,7 +351,8 @@ def _sinks(job: Job, run_dir: Path, corpus: Corpus, stack: contextlib.ExitStack,
     if has_more or not (run_dir / "run.toml").exists():  # it says what was trained
         # a comment lists the modules of --import: a configuration cannot name them, because it runs no code
         imports = "".join(f"# --import {name}\n" for name in registry.IMPORTED)
-        write_run_file(run_dir / "run.toml", imports + to_toml(job.config), log.warning)
+        config = replace_fields(job.config, {"checkpoint.restart": False})  # asked for once
+        write_run_file(run_dir / "run.toml", imports + to_toml(config), log.warning)
     if has_more:
         note_start(job, run_dir, corpus, loop.state.step)
     memory_gib = total_memory_gib(job.ranks.device)

@@ -1,18 +1,30 @@
-"""Checkpoints that a run will save, their place, and whether its disk has room: checked before step 1. No torch."""
+"""Checkpoints that a run will save, their place, and whether its disk has room; and the newest one that it has saved,
+which must not vanish unnoticed. All is checked before step 1. No torch.
+"""
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from crius.checkpoint.disk import open_disk
-from crius.checkpoint.folder import FEWEST, CheckpointFolder
+from crius.checkpoint.folder import FEWEST, CheckpointFolder, read_manifest
+from crius.checkpoint.manifest import Manifest
+from crius.checkpoint.names import parse_folder, step_name
 from crius.config.resolve import ITEMSIZE
 from crius.config.run import RunConfig
-from crius.errors import EnvironmentError
+from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.models.description import ModelDescription
+from crius.run_file import write_run_file
+from crius.strict_json import load_object
 from crius.train.inputs import checkpoint_folder, describe_model
 
 log = logging.getLogger("crius.checkpoint")
+
+NEWEST = "newest_checkpoint.json"
+"""File of a run folder that names the checkpoint that the run saved last, or resumed from. Rank 0 writes it after each
+commit. A kill between the two leaves a checkpoint that is newer than the file."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -124,3 +136,103 @@ def size(num_bytes: float) -> str:
         num_bytes = num_bytes / 1024
         unit = unit + 1
     return f"{num_bytes:.1f} {_UNITS[unit]}"
+
+
+class Newest(NamedTuple):
+    """The newest checkpoint of a run. The defaults stand for a file that cannot be read: the run saved something.
+
+    Attributes:
+        run_id: id of the run in the manifest.
+        step: step of the checkpoint.
+        digest: hash of the manifest.
+        folder: folder of checkpoints that it was saved in, for messages.
+    """
+
+    run_id: str = ""
+    step: int = 0
+    digest: str = ""
+    folder: str = "an unknown folder"
+
+
+def remember(run_dir: Path, folder: CheckpointFolder, manifest: Manifest | None) -> None:
+    """Record the newest checkpoint of a run; None: it has none. If the file cannot be written, a warning says so."""
+    path = run_dir / NEWEST
+    if manifest is None:
+        path.unlink(missing_ok=True)
+        return
+    newest = Newest(manifest.run_id, manifest.step, manifest.digest, folder.disk.where)
+    write_run_file(path, json.dumps(newest._asdict()) + "\n", log.warning)
+
+
+def check_newest(run_dir: Path, folder: CheckpointFolder, load_step: int, *, accepts: bool) -> str:
+    """Look for the newest checkpoint of a run. A damaged one counts, because the load names its damage.
+
+    Args:
+        run_dir: folder of the run.
+        folder: folder of its checkpoints.
+        load_step: step that was asked for, which may be an older one; -1: the newest.
+        accepts: take what is there, whatever is missing.
+
+    Returns:
+        A line for the log if the newest checkpoint is not taken or not known; else an empty text.
+
+    Raises:
+        ConfigError: the checkpoint is missing, or another one is in its place.
+    """
+    path = run_dir / NEWEST
+    newest = _recall(path)
+    steps = folder.steps()
+    last = max(steps, default=-1)
+    taken = f"the run continues from step {last}" if steps else "the run begins again"
+    if newest is None or (steps and not newest.digest):
+        return f"{path} is missing or damaged: {taken}, and does not know of later ones" if steps else ""
+    problem = _problem(folder, newest, last)
+    if load_step in steps or not problem:
+        return ""
+    # a killed save may have been replacing a checkpoint, which is put back when the run starts
+    kept = [*folder.asides(), *(name for name in folder.disk.folders() if ".replaced-" in name)]
+    parsed = {name: parse_folder(name.partition("/")[0]) for name in kept}
+    excuses = [f"{name} was set aside" for name, found in parsed.items() if found and found.step >= newest.step > last]
+    if accepts:
+        excuses = ["--checkpoint.restart allows it"]
+    if excuses:
+        return f"{problem}: {taken}, because {excuses[-1]}"
+    raise ConfigError(
+        f"{problem}.",
+        where=str(path),
+        why=f"the run saved it in {newest.folder}, and would now repeat its steps in silence",
+        fix=f"bring it back (is its disk mounted?), or --checkpoint.restart: {taken}",
+    )
+
+
+def check_newest_of(config: RunConfig, run_dir: Path) -> None:
+    """``check_newest`` before anything is started."""
+    if config.checkpoint.is_enabled:
+        folder = CheckpointFolder(open_disk(checkpoint_folder(config, run_dir)))
+        check_newest(run_dir, folder, config.checkpoint.load_step, accepts=config.checkpoint.restart)
+
+
+def _recall(path: Path) -> Newest | None:
+    """The content of the file; None if the run has saved nothing, or an older Crius saved it."""
+    try:
+        found = Newest(**load_object(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        return Newest()
+    return found if [type(value) for value in found] == [str, int, str, str] else Newest()
+
+
+def _problem(folder: CheckpointFolder, newest: Newest, last: int) -> str:
+    """What is in the place of the newest checkpoint; empty if it is there. ``last``: newest step there, or -1."""
+    where = folder.disk.where
+    missing = f"the newest checkpoint of the run, step {newest.step}, is missing"
+    if last < newest.step:
+        return f"{missing}: {where} has {'no checkpoint' if last < 0 else f'step {last} at most'}"
+    try:
+        manifest = read_manifest(folder.disk, step_name(last))
+    except CheckpointError:
+        return ""
+    if manifest.run_id != newest.run_id or (last == newest.step and manifest.digest != newest.digest):
+        return f"{missing}: step {last} in {where} is of another run, or was saved again"
+    return ""

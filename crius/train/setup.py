@@ -176,24 +176,34 @@ TOKENS_PER_DOCUMENT = 64
 """Tokens per document, on average over a row, from which on attention goes by the ends of documents by default."""
 
 
-_interrupted: list[str] = []
-"""The phase in which the compilation began."""
+class Compilations:
+    """The compilations in this process, in whatever phase of the run they come.
+
+    Attributes:
+        seconds: seconds that they took.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._interrupted: list[tuple[str, float]] = []  # phase in which a compilation began, and when
+
+    def watch(self) -> None:
+        """Count each compilation, and tell the watchdog while it runs: a late one takes 20 to 60 s on a GPU."""
+        if self._begin not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+
+    def _begin(self, *_: object) -> None:
+        self._interrupted.append((status.phase, time.monotonic()))
+        status.update(phase="compile")
+
+    def _end(self, *_: object) -> None:
+        phase, began = self._interrupted.pop()
+        self.seconds += time.monotonic() - began
+        status.update(phase=phase)
 
 
-def beat_while_compiling() -> None:
-    """Tell the watchdog of each compilation in this process while it runs: a late one takes 20 to 60 s on a GPU."""
-    if _begin_compilation not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_begin_compilation)
-        callback_handler.register_end_callback(_end_compilation)
-
-
-def _begin_compilation(*_: object) -> None:
-    _interrupted.append(status.phase)
-    status.update(phase="compile")
-
-
-def _end_compilation(*_: object) -> None:
-    status.update(phase=_interrupted.pop())
+COMPILATIONS = Compilations()
 
 
 def record_memory(config: ProfilerConfig, device: torch.device) -> None:

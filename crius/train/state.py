@@ -32,6 +32,7 @@ class TrainState:
         updates: updates of the weights, which the schedule counts; fewer than ``step`` if some were left out.
         skipped_steps: steps whose update was left out.
         rolled_back_steps: steps whose update was lost when a snapshot was restored.
+        lr: learning rate of the last step; 0 before the first.
     """
 
     parts: list[nn.Module]
@@ -42,15 +43,22 @@ class TrainState:
     updates: int = 0
     skipped_steps: int = 0
     rolled_back_steps: int = 0
+    lr: float = 0.0
 
     def counters(self) -> dict[str, int]:
         """All counters, by name."""
         return {name: getattr(self, name) for name in COUNTERS}
 
     def restore(self, counters: Mapping[str, int]) -> None:
-        """Restore what ``counters`` returned. Missing counters stay 0; missing updates count as one per step."""
+        """Restore what ``counters`` returned. Missing counters stay 0; missing updates are those of all other steps."""
         for name in COUNTERS:
-            setattr(self, name, counters.get(name, counters.get("step", 0) if name == "updates" else 0))
+            setattr(self, name, counters.get(name, 0))
+        if "updates" not in counters:
+            self.updates = self.step - self.skipped_steps - self.rolled_back_steps
+
+    def next_lr(self, peak: float) -> float:
+        """Learning rate of the next update, for a group whose ``lr_factor`` is 1."""
+        return peak * self.schedule.factor(self.updates)
 
     def set_lr(self, peak: float) -> float:
         """Give each parameter group its learning rate for the next update.
@@ -61,10 +69,10 @@ class TrainState:
         Returns:
             The learning rate of a group whose own factor, ``lr_factor``, is 1.
         """
-        lr = peak * self.schedule.factor(self.updates)
+        self.lr = self.next_lr(peak)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)
-        return lr
+            group["lr"] = self.lr * group.get("lr_factor", 1.0)
+        return self.lr
 
 
 _PYTHON_VERSION = 3  # of random.getstate()

@@ -31,6 +31,7 @@ from crius.tools.report.history import read_run
 from crius.tools.report.page import page
 from crius.tools.report.payload import payload
 from crius.train.inputs import describe_model
+from crius.train.saving import check_newest
 
 STEPS, MORE = 4, 6
 EVERY = ("--checkpoint.interval", "2", "--metrics.log_interval", "1")
@@ -122,7 +123,18 @@ def read_reports(run_dir, good):
     return text.getvalue()
 
 
+def read_newest(run_dir, good):
+    """A start finds the newest checkpoint, or refuses with a reason."""
+    folder = CheckpointFolder(open_disk(str(run_dir / "checkpoints")))
+    try:
+        return check_newest(run_dir, folder, -1, accepts=False)
+    except ConfigError as error:
+        assert "--checkpoint.restart" in error.fix
+        return str(error)
+
+
 READERS = {
+    "newest_checkpoint.json": read_newest,
     **{"checkpoints": read_checkpoints, "data": read_samples, "run.toml": read_settings},
     **{"metrics.jsonl": read_reports, "plan.json": read_reports, "summary.json": read_reports, "logs": read_reports},
     "starts.jsonl": read_reports,

@@ -20,6 +20,7 @@ from crius.errors import ConfigError
 from crius.launch.lock import run_lock
 from crius.train import loop
 from crius.train.inputs import check_resume
+from crius.train.saving import NEWEST
 
 
 def log_of(run_dir):
@@ -106,6 +107,21 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(
     assert "no checkpoint in" in capfd.readouterr().err
 
 
+def test_a_run_whose_checkpoints_vanished_is_refused_until_it_may_begin_again(run_dir, capfd):
+    shutil.rmtree(run_dir / "checkpoints")
+    done = crius("train", *flags("1", "--checkpoint.enable", "--job.run_dir", str(run_dir), steps=2))
+    assert done.returncode == 2 and "model:" not in done.stdout  # before anything is started
+    assert f"step 1, is missing: {run_dir}/checkpoints has no checkpoint" in done.stderr
+    assert run(flags("fsdp2", "--checkpoint.enable", steps=2), run_dir) == 2  # each rank, where they vanish later
+    assert "step 1, is missing" in capfd.readouterr().err
+    again = train(flags("1", "--checkpoint.enable", "--checkpoint.restart", steps=2), run_dir)
+    assert [record["step"] for record in steps_of(again)] == [1, 2]
+    assert "restart = true" not in (run_dir / "run.toml").read_text()
+    (run_dir / NEWEST).unlink()
+    assert [record["step"] for record in steps_of(train(flags("1", "--checkpoint.enable"), run_dir))] == [1, 2, 3]
+    assert "is missing or damaged: the run continues from step 2" in log_of(run_dir)
+
+
 def test_a_resume_leaves_no_more_checkpoints_than_are_to_be_kept(tmp_path):
     save = ("--checkpoint.interval", "1", "--checkpoint.keep_last")
     train(flags("1", *save, "3", steps=3), tmp_path)  # stands for a kill between a commit and what follows it
@@ -149,11 +165,14 @@ def test_settings_that_change_the_run_are_refused_old_and_new(changed, shown, ru
 
 def test_settings_that_change_the_curve_are_said_and_taken(tmp_path):
     train(flags("fsdp2", "--checkpoint.enable", steps=2), tmp_path)
-    train(flags("1", "--checkpoint.enable", "--optimizer.lr", "1e-3", steps=3), tmp_path)
+    records = train(flags("1", "--checkpoint.enable", "--optimizer.lr", "1e-3", steps=3), tmp_path)
     log = log_of(tmp_path)
     assert "changed since the checkpoint: optimizer.lr: 0.005 -> 0.001 (warn)" in log
     assert "changed since the checkpoint: parallelism.data_parallel_shard_degree: 2 -> 1 (free)" in log
     assert "changed since the checkpoint: training.steps: 2 -> 3 (warn)" in log
+    before, now = [f"{record['lr']:.4g}" for record in steps_of(records)[1:]]
+    assert f"learning rate {before} in step 2 -> {now} in step 3" in log
+    assert before != now
 
 
 def test_other_data_is_refused(tmp_path, capfd):

@@ -71,7 +71,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(layout, own, tmp_path, monkeypatch
     whole = train(flags(layout, *own, *save, steps=6, layers=layers), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / step_name(6))
-    parts = train(flags(layout, *own, *save, steps=6, layers=layers), tmp_path / "parts")
+    parts = train(flags(layout, *own, *save, "--checkpoint.restart", steps=6, layers=layers), tmp_path / "parts")
     assert [record["step"] for record in steps_of(parts)] == [1, 2, 3, 4, 5, 6]
     assert losses_of(parts) == losses_of(whole)
     assert contents(tmp_path / "parts", 6) == contents(tmp_path / "whole", 6)

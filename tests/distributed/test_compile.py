@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
-from harness import llama
+from harness import SMALL, llama, steps_of, train
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -268,6 +268,18 @@ def test_the_compiled_loss_has_the_gradient_of_the_plain_one(tmp_path):
     plain, compiled = map(torch.tensor, found["grads"])
     assert found["graphs"] == 1
     torch.testing.assert_close(compiled, plain, rtol=0, atol=0)  # aot_eager runs the same ATen ops
+
+
+def test_the_compilation_of_a_validation_is_no_time_of_the_steps(tmp_path):
+    """What a validation compiles takes longer than these steps: taken from them it left compute and goodput 0."""
+    size = ("--training.steps", "5", "--model.num_layers", "1", "--validation.interval", "2")
+    records = train([*SMALL, *size, "--compile.enable", "--compile.backend", "aot_eager"], tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    seconds = summary["seconds"]
+    warm = sum(record["step_seconds"] for record in steps_of(records)[1:])
+    assert seconds["compute"] > warm / 2 > 0 and summary["goodput"] > 0
+    assert seconds["compile"] > 0 and min(seconds.values()) >= 0
+    assert sum(seconds.values()) == pytest.approx(summary["wall_seconds"], rel=1e-3)
 
 
 def sharded(folder, placement):

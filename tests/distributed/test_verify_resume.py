@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_with_other_degrees_of_experts_has_the_same_losses(tm
 LOAD = BatchLoader.load_state_dict
 NOT_RESTORED = {
     "random": (checkpoints, "restore_streams", lambda streams, device: None),
-    "data": (BatchLoader, "load_state_dict", lambda self, state: LOAD(self, {**state, "next_sample": 0})),
+    "data": (BatchLoader, "load_state_dict", lambda self, state: LOAD(self, {**state, "next_sample": 0, "since": []})),
 }
 
 

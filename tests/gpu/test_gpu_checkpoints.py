@@ -31,7 +31,8 @@ def test_a_run_in_two_parts_is_the_run_in_one_on_a_gpu(tmp_path):
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for name in runs:
         shutil.rmtree(tmp_path / "parts" / name / "checkpoints" / step_name(20))
-    parts = train_all(tmp_path / "parts", runs)
+    again = {name: [*flags, "--checkpoint.restart"] for name, flags in runs.items()}
+    parts = train_all(tmp_path / "parts", again)
     for name in runs:
         assert parts[name].losses == whole[name].losses, name
         assert contents(tmp_path / "parts" / name, 20) == contents(tmp_path / "whole" / name, 20), name
@@ -42,7 +43,8 @@ def test_random_streams_of_a_gpu_go_on_where_they_were(tmp_path, monkeypatch):
     whole = train_all(tmp_path / "whole", {"run": SAVE})["run"]
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "run" / "checkpoints" / step_name(20))
-    assert train_all(tmp_path / "parts", {"run": SAVE})["run"].losses == whole.losses
+    again = train_all(tmp_path / "parts", {"run": [*SAVE, "--checkpoint.restart"]})
+    assert again["run"].losses == whole.losses
 
 
 def test_an_async_save_on_a_gpu_waits_less_than_a_sync_one(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import functools
 import logging
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from crius.config.run import RunConfig
 from crius.errors import EffectError, EnvironmentError, OutOfMemoryError
 from crius.launch.environment import joined_placement, sees_own_gpu
 from crius.launch.status import status
+from crius.metrics.ledger import TimeLedger
 from crius.parallel import interface, runtime
 from crius.parallel.interface import GLOO, NCCL, choose_interface
 from crius.parallel.runtime import pick_device
 from crius.train.effects import check, of_cuda_only
-from crius.train.setup import beat_while_compiling, profiler, record_memory
+from crius.train.setup import Compilations, profiler, record_memory
 from crius.train.tools import explained
 
 
@@ -260,18 +262,25 @@ def test_a_run_that_is_out_of_memory_leaves_a_snapshot_of_it(tmp_path, cuda_call
     assert (tmp_path / "incidents" / "out-of-memory-rank-3.pickle").exists()
 
 
-def test_a_compilation_is_a_phase_of_its_own(monkeypatch):
+def test_a_compilation_is_a_phase_of_its_own_and_its_time_no_time_of_the_phase_around_it(monkeypatch):
     monkeypatch.setattr(status, "phase", "start")
     monkeypatch.setattr(callback_handler, "start_callbacks", [])
     monkeypatch.setattr(callback_handler, "end_callbacks", [])
-    beat_while_compiling()
-    beat_while_compiling()  # a second job of the same process
+    compilations = Compilations()
+    compilations.watch()
+    compilations.watch()  # a second job of the same process
     status.update(phase="forward")
+    begin = time.monotonic()
+    ledger = TimeLedger(begin, lambda: compilations.seconds)
     phases = []
 
     def backend(graph, inputs):
         phases.append(status.phase)
+        time.sleep(0.3)
         return graph
 
-    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    with ledger.phase("validation"):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert (phases, status.phase) == (["compile"], "forward")
+    assert ledger.seconds["compile"] >= 0.3
+    assert ledger.seconds["compile"] + ledger.seconds["validation"] < time.monotonic() - begin

@@ -1,7 +1,10 @@
 """The saver and the load in one process: what is staged, what is counted, what survives a kill at any moment."""
 
 import contextlib
+import functools
+import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.save import Place, Saver
 from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError
+from crius.train.saving import NEWEST, check_newest, remember
 
 
 def alone(value):
@@ -24,7 +28,9 @@ def alone(value):
 
 def saver_in(folder, beat=lambda: None, **config):
     place = Place(0, 1, 1, dist.HashStore(), alone, "attempt")
-    return Saver(CheckpointFolder(open_disk(str(folder))), CheckpointConfig(**config), place, beat)
+    there = CheckpointFolder(open_disk(str(folder)))
+    committed = functools.partial(remember, Path(str(folder).removeprefix("file://")), there)
+    return Saver(there, CheckpointConfig(**config), place, beat, committed=committed)
 
 
 def head(step):
@@ -68,9 +74,12 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_to_go_on_from(tmp_path)
 
     seen = set()
     for folder in every_kill(tmp_path, prepare, work):
-        CheckpointFolder(open_disk(str(folder))).collect("next")
-        seen.add(loaded(folder))
-    assert seen == {2, 3}
+        there = CheckpointFolder(open_disk(str(folder)))
+        there.collect("next")
+        assert check_newest(folder, there, -1, accepts=False) == ""
+        step = loaded(folder)
+        seen.add((json.loads((folder / NEWEST).read_text())["step"], step))
+    assert seen == {(2, 2), (2, 3), (3, 3)}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

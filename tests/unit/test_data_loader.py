@@ -170,6 +170,7 @@ def test_another_batch_size_goes_on_with_the_next_sample(source):
     for rows in steps(second, 3):
         seen += rows
     assert sorted(seen) == list(range(3 * 8 + 3 * 12))
+    assert [loader.state_dict()["since"] for loader in (first[0], second[0])] == [[0, 0, 8, 0], [3, 24, 12, 0]]
     close(first + second)
 
 

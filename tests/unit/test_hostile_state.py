@@ -23,7 +23,11 @@ from crius.train.stability import SpikeMonitor
 STEP = 20
 GOOD = {
     "train": {"step": STEP, "tokens": 5120, "updates": 19, "skipped_steps": 1, "rolled_back_steps": 0},
-    "data": {"step": STEP, "next_sample": 160, "source": "text, 3 files", "cursors": {"0": [0, 3, 17]}},
+    "lr": {"last": 3e-4, "next": 0},
+    "data": {
+        **{"step": STEP, "next_sample": 156, "source": "text, 3 files", "cursors": {"0": [0, 3, 17]}},
+        "since": [2, 12, 8, 0],
+    },
     "stability": {
         "window": {"loss": [2.5, 2], "grad_norm": [1.0, 0.5]},
         **{"skips_in_a_row": 0, "rollbacks_in_a_row": 0, "spikes_in_a_row": 0},
@@ -34,12 +38,15 @@ GOOD = {
 PLACES = {
     "train.step": ("absent", None, True, -1, 0, 19, 21, 10**12, 1e3, "20", [20], {}),
     "train.tokens": (None, False, -1, 10**30, 10**18, 1.5, "\x1b[2J"),
-    "train.updates": (21, "19", -1),
-    "train.skipped_steps": (21, None),
+    "train.updates": (21, "19", -1, 18, 20),
+    "train.skipped_steps": (21, None, 0),
+    "train.rolled_back_steps": (1,),
     "train": ("absent", None, [], 7, "x"),
+    "lr": (None, 0.1, {"last": "0.1"}, {"next": 1e300}),
     "data": (None, [], 0, {}),
     "data.step": ("absent", 3, STEP - 1, STEP + 1, None, 20.0),
-    "data.next_sample": ("absent", -1, 10**19, 10**18, True, 1.0),
+    "data.next_sample": ("absent", -1, 10**19, 10**18, True, 1.0, 155, 157, 164),
+    "data.since": (None, [2, 12, 8], [2, 12, 0, 0], [2, 12, 8, 150], [2, 13, 8, 0], [21, 164, 8, 0], [2, 12, "8", 0]),
     "data.source": ("absent", None, 7, "a\x1b[2Jb", "a\nb", "x" * 2000),
     "data.cursors": ("absent", [], None, {"x": [0, 0, 0]}, {"-1": [0, 0, 0]}, {"0": [0, 0]}, {"0": "abc"}),
     "data.cursors.0": (
@@ -57,12 +64,13 @@ PLACES = {
     "stability.window": ("absent", None, [], {"loss": [1.0], "grad_norm": []}),
     "stability.window.loss": (None, "ab", [None, 1], ["1", 2], [True, 1], [1e300, 1], {}),
     "run": (None, [], "x"),
-    "run.id": (5, None, "\x07"),
+    "run.id": (5, None, "\x07", "../abc", "a..b", "other"),
     "run.threads": ("2", -1, None, 1.5),
     "ledger": (None, [], 3),
     "ledger.command": ("absent", None, 5),
     "ledger.seconds": ("absent", None, [], {"compute": "1"}, {"compute": None}, {"\x1b": 1}, {"compute": 1e200}),
     "imported": ("yes", 1, None, {}),
+    **{f"{table}more": (1,) for table in ("", "train.", "lr.", "data.", "stability.", "run.", "ledger.")},
 }
 BYTES = {
     **{"empty": b"", "list": b"[]", "number": b"7", "no_utf8": b'{"a": "\xff"}', "cut_off": b'{"train": {"step": 20'},
@@ -99,7 +107,8 @@ def put(folder, data, **config):
     place = folder.disk._root / name
     (place / "state.json").write_bytes(data)
     files = {**manifest.files, "state.json": FileEntry(len(data), digest_of(data))}
-    (place / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files, config=config, digest="").encode())
+    changed = dataclasses.replace(manifest, files=files, config=config, run_id="abc", digest="")
+    (place / "manifest.json").write_bytes(changed.encode())
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +140,17 @@ def test_cursors_of_other_shards_than_the_settings_ask_for_are_damage(folder, so
 
 
 def test_what_a_run_counts_on_from_a_state_that_was_read_can_be_saved():
-    put_off = {"next_sample": MAX_READ + 10**12, "step": STEP}
+    put_off = {"next_sample": MAX_READ + 10**12, "since": [STEP, MAX_READ + 10**12, 8, 0]}
     state = GOOD | {"train": GOOD["train"] | {"tokens": MAX_READ + 10**15}, "data": GOOD["data"] | put_off}
     assert encode_state(state, STEP)
 
 
 def test_a_state_that_a_run_writes_is_taken_whole(folder):
-    put(folder, encode_state(GOOD, STEP))
-    assert found_in(folder).state == GOOD
-    put(folder, encode_state({"train": {"step": STEP}, "of a newer Crius": [1]}, STEP))
-    assert found_in(folder).manifest.step == STEP
+    at_the_end = {"next_sample": 150, "since": [2, 12, 8, 150]}
+    older = {key: value for key, value in GOOD["data"].items() if key != "since"}
+    for state in (GOOD, GOOD | {"data": GOOD["data"] | at_the_end}, GOOD | {"data": older}, {"train": {"step": STEP}}):
+        put(folder, encode_state(state, STEP))
+        assert found_in(folder).state == state
 
 
 @pytest.mark.parametrize("name", ["d\u3000x/jl", "a\xa0b", "a\nb", "\x1b[2J", "\ud800", "x" * 2000])

@@ -159,7 +159,7 @@ def test_the_command_that_goes_on_starts_as_this_one_did(script, found, program,
 
 
 def test_a_run_with_a_folder_of_its_own_goes_on_with_the_same_command(monkeypatch):
-    started(monkeypatch, "/usr/bin/crius", "train", "--job.name", "mine")
+    started(monkeypatch, "/usr/bin/crius", "train", "--checkpoint.restart", "--job.name", "mine")  # allowed once
     config = RunConfig(job=dataclasses.replace(RunConfig().job, name="mine"))
     assert next_steps.continued(config, "runs/mine", None).endswith("crius train --job.name mine")
     longer = next_steps.continued(config, "runs/mine", None, "--training.steps", "9")

@@ -1,0 +1,70 @@
+"""A run that finds another newest checkpoint than it saved: what it takes, and what it refuses."""
+
+import dataclasses
+
+import pytest
+from checkpoint_samples import local
+
+from crius.checkpoint.folder import CheckpointFolder, read_manifest
+from crius.checkpoint.names import step_name
+from crius.errors import ConfigError
+from crius.train.saving import NEWEST, check_newest, remember
+
+AGAIN = {"digest": "0" * 32}
+DAMAGED = b"{}"
+# steps in the folder; seed of its run; changes of the record of step 4; what else; a part of the line, or of the error
+CASES = {
+    "as remembered": ((2, 4), {}, "", ""),
+    "newer: killed between commit and record": ((2, 4, 6), {}, "", ""),
+    "newest one damaged": ((2, 4), {}, "damaged", ""),
+    "newest one set aside": ((2, 4), {}, "aside", "continues from step 2, because step-00000004"),
+    "newest one being replaced": ((2, 4), {}, "replaced", "because step-00000004.replaced-ab"),
+    "asked for by load_step": ((2,), {}, "load_step", ""),
+    "empty": ((), {}, "", "REFUSED step 4, is missing"),
+    "older": ((2,), {}, "", "REFUSED step 2 at most"),
+    "older, allowed": ((2,), {}, "restart", "the run continues from step 2, because --checkpoint.restart allows it"),
+    "empty, allowed": ((), {}, "restart", "the run begins again, because --checkpoint.restart allows it"),
+    "of another run": ((4,), {"run_id": "b"}, "", "REFUSED step 4 in"),
+    "newer, of another run": ((9,), {"run_id": "b"}, "", "REFUSED step 9 in"),
+    "another one of the step": ((4,), AGAIN, "", "REFUSED is of another run, or was saved again"),
+    "another one, allowed": ((4,), AGAIN, "restart", "the run continues from step 4, because"),
+    "nothing remembered": ((2,), None, "", "is missing or damaged: the run continues from step 2"),
+    "nothing remembered or saved": ((), None, "", ""),
+    "record damaged": ((2,), DAMAGED, "", "is missing or damaged: the run continues from step 2"),
+    "record cut off, empty": ((), DAMAGED, "", "REFUSED is missing"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_run_takes_in_place_of_its_newest_checkpoint(case, scheme, tmp_path):
+    steps, record, what, said = CASES[case]
+    folder = CheckpointFolder(local(tmp_path / "checkpoints", *steps, scheme=scheme))
+    if isinstance(record, dict):
+        disk = folder.disk if 4 in steps else local(tmp_path / "lost", 4)
+        remember(tmp_path, folder, dataclasses.replace(read_manifest(disk, step_name(4)), **record))
+    elif record:
+        (tmp_path / NEWEST).write_bytes(record)
+    if what == "damaged":
+        (tmp_path / "checkpoints" / step_name(4) / "manifest.json").write_bytes(b"")
+    if what == "replaced":
+        (tmp_path / "checkpoints" / step_name(4)).rename(tmp_path / "checkpoints" / f"{step_name(4)}.replaced-ab")
+    if what == "aside":
+        folder.disk.set_aside(step_name(4))
+    load_step = 2 if what == "load_step" else -1
+    if said.startswith("REFUSED"):
+        with pytest.raises(ConfigError, match=said.removeprefix("REFUSED ")) as caught:
+            check_newest(tmp_path, folder, load_step, accepts=False)
+        assert caught.value.exit_code == 2 and str(folder.disk.where) in caught.value.what
+        assert "--checkpoint.restart" in caught.value.fix
+        assert check_newest(tmp_path, folder, load_step, accepts=True)
+        return
+    line = check_newest(tmp_path, folder, load_step, accepts=what == "restart")
+    assert said in line and bool(line) == bool(said)
+
+
+def test_a_run_that_begins_again_remembers_nothing(tmp_path):
+    folder = CheckpointFolder(local(tmp_path / "checkpoints", 4))
+    remember(tmp_path, folder, read_manifest(folder.disk, step_name(4)))
+    remember(tmp_path, folder, None)
+    assert check_newest(tmp_path, CheckpointFolder(local(tmp_path / "empty")), -1, accepts=False) == ""
