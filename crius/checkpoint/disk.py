@@ -150,12 +150,16 @@ class LocalDisk:
         """
         return sorted(step for name, _ in self._entries() if (step := parse_step(name)) is not None)
 
+    def sync(self, folder: str) -> None:
+        """Make the entries of a folder durable."""
+        with self._said("cannot be written", folder), self._open_folder(check_name(folder, self.where)) as opened:
+            _sync(opened)
+
     def commit(self, folder: str, step: int) -> None:
         """Turn the written folder into the checkpoint of ``step``. An existing checkpoint of the step is replaced."""
         name = step_name(step)
+        self.sync(folder)
         with self._said("cannot be committed", folder):
-            with self._open_folder(check_name(folder, self.where)) as opened:
-                _sync(opened)
             with self._open_root() as root:
                 if name in os.listdir(root):
                     # after a kill between the two renames, put_back restores the folder

@@ -7,8 +7,11 @@ shows::
     "format": "crius-checkpoint",
     "version": 1,
     "step": 20, "run_id": "...", "versions": {}, "config": {}, "layout": "fsdp4", "num_ranks": 4, "dataset": "...",
+    "tokenizer": {"tokenizer.json": [size, digest], ...},
     "files": {"rank-00000.safetensors": [size, digest], ...},
     "tensors": {"model.norm.weight": ["F32", [256], [["rank-00000.safetensors", begin, end, [0], [256], digest]]], ...}}
+
+A run with the byte tokenizer has no ``tokenizer``, and so has a checkpoint of an older version.
 """
 
 import contextlib
@@ -19,7 +22,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import xxhash
@@ -147,6 +150,7 @@ class Manifest:
         dataset: fingerprint of the data.
         files: entries of all files except the manifest, by name.
         tensors: entries of the tensors, by name.
+        tokenizer: entries of the files that all checkpoints share, by name; see ``crius.checkpoint.kept``.
         digest: hash of the encoded manifest; empty in a manifest that was not decoded, since encoding computes it.
     """
 
@@ -159,6 +163,7 @@ class Manifest:
     dataset: str
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
+    tokenizer: dict[str, FileEntry] = field(default_factory=dict)
     digest: str = ""
 
     @property
@@ -176,6 +181,7 @@ class Manifest:
         lines = [
             _HEAD.decode() + _ZEROS.decode() + '"',
             *(f"{json.dumps(key)}: {_dump(value)}" for key, value in record.items()),
+            *([_section("tokenizer", self.tokenizer)] if self.tokenizer else []),
             _section("files", self.files),
             _section("tensors", self.tensors),
         ]
@@ -261,7 +267,7 @@ def _refuse(where: str, what: str, why: str = "") -> NoReturn:
 
 def _checked(record: dict[str, Any], digest: str, where: str) -> Manifest:
     """The manifest from a decoded ``record``. Raises CheckpointError if it is not valid."""
-    if set(record) != {*_KEYS, "files", "tensors"}:
+    if record.keys() | {"tokenizer"} != {*_KEYS, "tokenizer", "files", "tensors"}:
         _refuse(where, f"has the keys {_shown(sorted(record))}")
     for key in ("run_id", "layout", "dataset"):
         _check_text(record[key], where, key, may_be_empty=True)
@@ -269,10 +275,7 @@ def _checked(record: dict[str, Any], digest: str, where: str) -> Manifest:
     for name, version in versions.items():
         _check_text(name, where, "versions")
         _check_text(version, where, f"the version of {name}", may_be_empty=True)
-    files = {
-        check_name(name, where): _file(name, row, where)
-        for name, row in _typed(record["files"], dict, where, "files").items()
-    }
+    files = _files(record, "files", where)
     tensors = {
         _check_text(name, where, "the name of a tensor"): _tensor(name, row, files, where)
         for name, row in _typed(record["tensors"], dict, where, "tensors").items()
@@ -288,8 +291,14 @@ def _checked(record: dict[str, Any], digest: str, where: str) -> Manifest:
         dataset=record["dataset"],
         files=files,
         tensors=tensors,
+        tokenizer=_files(record, "tokenizer", where),
         digest=digest,
     )
+
+
+def _files(record: dict[str, Any], what: str, where: str) -> dict[str, FileEntry]:
+    rows = _typed(record.get(what, {}), dict, where, what)
+    return {check_name(name, where): _file(name, row, where) for name, row in rows.items()}
 
 
 def _file(name: str, row: Any, where: str) -> FileEntry:

@@ -171,6 +171,9 @@ class FsspecDisk:
         steps = ((parse_step(name), name) for name in self.folders())
         return sorted(step for step, name in steps if step is not None and MANIFEST in self.files(name))
 
+    def sync(self, folder: str) -> None:
+        """Does nothing: a file that was sent is durable."""
+
     def commit(self, folder: str, step: int) -> None:
         """Remove all files that the existing manifest of the step does not name."""
         if folder != step_name(step) or MANIFEST not in self.files(folder):

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import Metadata, SavePlan
 
 from crius.checkpoint.files import commit
 from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.kept import keep
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.tensors import Gather, StagedPlanner, Written, listed, write_tensors
 from crius.config.operation import CheckpointConfig
@@ -142,6 +143,7 @@ class Saver:
         committed: called on rank 0 after each commit, maybe in a thread.
 
     Attributes:
+        kept: files that all checkpoints share, by name; rank 0's are written.
         failures: number of consecutive failed saves; known on rank 0.
         last_error: error of the last failed save.
         blocked_seconds: total time that training waited for saves.
@@ -164,6 +166,7 @@ class Saver:
         self._planner = StagedPlanner()
         self._pending: _Pending | None = None
         self._count = 0
+        self.kept: Mapping[str, bytes] = {}
         self.failures = 0
         self.last_error = ""
         self.blocked_seconds = 0.0
@@ -281,7 +284,7 @@ class Saver:
                 return "; ".join(errors[:3])
             written = [report["written"] and Written(*report["written"]) for report in reports]
             files, tensors = listed(metadata, self._planner.global_plan, written)
-            manifest = dataclasses.replace(head, files=files, tensors=tensors)
+            manifest = dataclasses.replace(head, files=files, tensors=tensors, tokenizer=keep(disk, self.kept))
             manifest = commit(disk, folder, place.attempt, manifest, state, verify=self._config.verify_on_save)
         except BaseException as error:
             self._remove_quietly(folder)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from crius.checkpoint.folder import FEWEST, CheckpointFolder, Damage, damages, expendable, lacks, read_manifest
+from crius.checkpoint.kept import kept_damages
 from crius.checkpoint.manifest import ALGORITHM, Manifest
 from crius.checkpoint.names import MANIFEST, parse_folder, parse_step, step_name
 from crius.checkpoint.state import read_state
@@ -249,6 +250,7 @@ def _verified(folder: CheckpointFolder, name: str, expected: str) -> dict[str, A
         found = [Damage(MANIFEST, "", f"is not the expected manifest: it has {has}, expected is {expected}")]
     else:
         found = damages(disk, name, manifest) or _refused_state(folder, name, manifest)
+        found += kept_damages(disk, manifest.tokenizer)
     return {
         **report,
         "manifest": own,

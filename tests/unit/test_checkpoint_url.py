@@ -10,6 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from crius.checkpoint import remote_disk
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
+from crius.checkpoint.kept import keep, kept_damages, kept_folder
 from crius.checkpoint.names import step_name
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 
@@ -36,6 +37,24 @@ def test_a_url_has_a_checkpoint_once_its_manifest_is_there(url, tmp_path, memory
     assert len(disk.files("step-00000020")) == 4
     disk.remove("step-00000020")
     assert (disk.folders(), folder.steps()) == ([], [])
+
+
+@pytest.mark.parametrize("url", ["{tmp}", "file://{tmp}", "memory://bucket/run"])
+def test_files_that_all_checkpoints_share_are_written_once_and_again_if_damaged(url, tmp_path, memory, monkeypatch):
+    disk = open_disk(url.format(tmp=tmp_path))
+    files = {"tokenizer.json": b"{}", "merges.txt": b"a b"}
+    kept = keep(disk, files)
+    folder = kept_folder(kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(disk), "create", None)  # nothing is written
+        assert keep(disk, files) == kept
+    disk.remove(folder)
+    disk.prepare(folder)
+    with disk.create(f"{folder}/merges.txt") as sink:  # and a kill
+        sink.write(b"a")
+    assert [damage.file for damage in kept_damages(disk, kept)] == ["tokenizer.json", "merges.txt"]
+    assert keep(disk, files) == kept and kept_damages(disk, kept) == []
+    assert (CheckpointFolder(disk).steps(), CheckpointFolder(disk).leftovers()) == ([], [])
 
 
 @pytest.mark.parametrize("url", ["file://{tmp}", "memory://bucket/run"])

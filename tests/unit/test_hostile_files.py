@@ -220,7 +220,8 @@ def sample_manifest():
     tensors["optim.a.step"] = TensorEntry("F32", (), (one,))
     files = {"rank-0.safetensors": FileEntry(132, digest), "state.json": FileEntry(2, digest)}
     versions, config = {"crius": "1", "torch": "2.13"}, {"training.steps": 20, "data.path": ["x"]}
-    return Manifest(20, "run", versions, config, "fsdp2", 2, "data", files, tensors).encode()
+    kept = {"tokenizer.json": FileEntry(3, "0" * 32)}
+    return Manifest(20, "run", versions, config, "fsdp2", 2, "data", files, tensors, kept).encode()
 
 
 @pytest.mark.full
