@@ -19,7 +19,7 @@ from crius.cli.help import HELP_PAGE
 from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
 from crius.config.load import RunSources, recipe_names
-from crius.config.resolve import USABLE, leaves_open
+from crius.config.resolve import USABLE, Resolved, leaves_open
 from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import toml_table
@@ -146,7 +146,12 @@ def emit(text: str) -> None:
 
 
 def facts_of(
-    run: RunConfig, nproc: int, placement: Any, is_dry: bool = False, saved: Mapping[str, Any] | None = None
+    run: RunConfig,
+    nproc: int,
+    placement: Any,
+    is_dry: bool = False,
+    saved: Mapping[str, Any] | None = None,
+    run_dir: Path | None = None,
 ) -> Facts:
     """Facts about ``run`` on this machine, for the rules.
 
@@ -156,9 +161,10 @@ def facts_of(
         placement: placement of this process (``crius.launch.environment.Placement``); None: no launcher started it.
         is_dry: whether nothing is started.
         saved: settings of the checkpoint that the run resumes from.
+        run_dir: folder of that run.
     """
     from crius.launch.environment import sees_own_gpu, visible_gpus
-    from crius.train.inputs import COMPILE, resolve
+    from crius.train.inputs import resolve
 
     num_gpus = 0 if run.training.device == "cpu" else visible_gpus(os.environ)
     if num_gpus == 1 and placement and sees_own_gpu(placement, os.environ):
@@ -180,16 +186,10 @@ def facts_of(
         saved=saved,
         rows_are_given=SOURCES.rows_are_given(),
         lay_out=functools.partial(_lay_out, machine, is_dry),
+        run_dir=run_dir,
     )
     if saved is None and (not placement or placement.rank == 0):  # else it was printed
-        told = [resolved.reasons[AUTO]] if AUTO in resolved.reasons else []
-        if why := resolved.reasons.get(DETERMINISTIC):
-            told.append(f"{DETERMINISTIC} is on: {why}")
-        if on_gpu and COMPILE in resolved.reasons:
-            told.append(
-                f"auto: compile {'on' if resolved.config.compile.enable else 'off'}: {resolved.reasons[COMPILE]}"
-            )
-        sys.stderr.writelines(f"{line}\n" for line in told)
+        _say_decisions(resolved, on_gpu=on_gpu)
     here = asked or resolved.config.parallelism.total_ranks(num_gpus or 1)
     flag = "--nproc (command line)" if nproc else ""
     return Facts(
@@ -205,6 +205,17 @@ def facts_of(
         is_dry=is_dry,
         sharing=gpu_sharing(os.environ),
     )
+
+
+def _say_decisions(resolved: Resolved, *, on_gpu: bool) -> None:
+    from crius.train.inputs import COMPILE
+
+    told = [resolved.reasons[AUTO]] if AUTO in resolved.reasons else []
+    if why := resolved.reasons.get(DETERMINISTIC):
+        told.append(f"{DETERMINISTIC} is on: {why}")
+    if on_gpu and (why := resolved.reasons.get(COMPILE)):
+        told.append(f"auto: compile {'on' if resolved.config.compile.enable else 'off'}: {why}")
+    sys.stderr.writelines(f"{line}\n" for line in told)
 
 
 def _with_flavor(run: RunConfig) -> RunConfig:

@@ -101,18 +101,18 @@ def prepared(run: RunConfig, nproc: int, placement: Placement | None) -> tuple[F
 
     saved = saved_settings(facts.config, folder)
     if saved is not None:  # dtype and document boundaries come from the checkpoint
-        facts = facts_of(run, nproc, placement, saved=saved)
+        facts = facts_of(run, nproc, placement, saved=saved, run_dir=folder)
         rules.check(facts)
-    return _with_epochs(facts), folder
+    return _with_epochs(facts, folder), folder
 
 
-def _with_epochs(facts: Facts) -> Facts:
+def _with_epochs(facts: Facts, folder: Path) -> Facts:
     """``facts`` with the steps of the run; under ``training.epochs`` the corpus must be opened to know them."""
     if facts.config.training.epochs < 1:
         return facts
     from crius.train.inputs import open_run_data
 
-    return dataclasses.replace(facts, config=open_run_data(facts.config, facts.data_parallel_ranks)[0])
+    return dataclasses.replace(facts, config=open_run_data(facts.config, facts.data_parallel_ranks, folder)[0])
 
 
 def run_tools() -> "Tools":
@@ -162,7 +162,8 @@ def own(facts: Facts, folder: Path, placement: Placement | None, stack: contextl
     check_resume(run, folder)
     check_space(run, folder)
     if placement is None and run.data.source != "huggingface":  # a stream's threads cannot be forked
-        open_run_corpus(run, facts.data_parallel_ranks)  # bad data is one message here, not one of each worker
+        # bad data is one message here, not one of each worker
+        open_run_corpus(run, facts.data_parallel_ranks, folder)
     return locks
 
 

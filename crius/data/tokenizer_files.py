@@ -31,11 +31,24 @@ VERSION = 2
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
 ADDED_TOKENS = "added_tokens.json"
 TEKKEN = "tekken.json"
 
+FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TEMPLATE,
+    ADDED_TOKENS,
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files of a tokenizer that go where it goes: into a run, out of an import, into an export."""
+
 MOST_BYTES = 1 << 26
-"""Most bytes of a file to convert; the largest one in use has 19 MB."""
+"""Most bytes of a file to convert or to keep with a run; the largest one in use has 34 MB."""
 
 PACKAGES = ("transformers", "tiktoken")
 """Packages for a conversion. transformers converts; tiktoken gives the ids to compare with."""
@@ -76,6 +89,31 @@ def tokenizer_file(path: str) -> Path:
     raise DataError(f"tokenizer {path} {kind}.", where="--tokenizer.path", fix=fix)
 
 
+def tokenizer_files(path: str) -> dict[str, Path]:
+    """Places of the existing files of a tokenizer, by the names that they have in a folder of their own.
+
+    Raises:
+        CriusError: see ``tokenizer_file``.
+    """
+    file = tokenizer_file(path)
+    place = Path(path).expanduser()
+    folder = place if place.is_dir() else place.parent
+    places = {name: folder / name for name in FILES}
+    places[TOKENIZER] = file
+    places[TOKENIZER_CONFIG] = file.with_name(TOKENIZER_CONFIG)  # in another folder, if it was converted
+    return {name: place for name, place in places.items() if place.is_file()}
+
+
+def read_tokenizer_files(path: str) -> dict[str, bytes]:
+    """Contents of ``tokenizer_files``; empty for the byte tokenizer.
+
+    Raises:
+        CriusError: see ``tokenizer_file``; or a file cannot be read.
+    """
+    files = tokenizer_files(path) if path != "byte" else {}
+    return {name: _read(place, MOST_BYTES) for name, place in files.items()}
+
+
 def original_file(place: Path) -> Path | None:
     """The file of tekken, sentencepiece or tiktoken at ``place`` or in that folder; None if there is none.
 
@@ -100,8 +138,8 @@ def _is_converted(file: Path) -> bool:
 
 
 def refused(file: Path, why: str, fix: str = _OTHERS) -> DataError:
-    """The error for a file that cannot be converted."""
-    return DataError(f"tokenizer {file} cannot be converted.", where="--tokenizer.path", why=why, fix=fix)
+    """The error for a file that cannot be converted or kept."""
+    return DataError(f"tokenizer {file} cannot be used.", where="--tokenizer.path", why=why, fix=fix)
 
 
 def missing(packages: tuple[str, ...], file: Path) -> EnvironmentError | None:

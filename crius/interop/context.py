@@ -4,8 +4,9 @@ from pathlib import Path
 
 from crius.data.tokenizer_files import TOKENIZER_CONFIG
 from crius.interop.foreign import read_inside
+from crius.interop.kept import CONFIG
 from crius.interop.safetensors_file import json_object
-from crius.interop.weights import CONFIG, Weights
+from crius.interop.weights import Weights
 
 UNKNOWN = 2048
 """Tokens of the longest context, if it is not known."""

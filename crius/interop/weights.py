@@ -25,6 +25,7 @@ from crius.data.tokenizer_files import TOKENIZER, original_file
 from crius.errors import CheckpointError, ConfigError, CriusError
 from crius.interop.adapters import Adapters, merged, read_adapters
 from crius.interop.foreign import Foreign, open_inside, read_inside
+from crius.interop.kept import CONFIG, Said, origin_of, read_said
 from crius.interop.numbers import check_dtypes, finite
 from crius.interop.peft import differences, read_peft
 from crius.interop.safetensors_file import (
@@ -45,11 +46,6 @@ log = logging.getLogger("crius.interop")
 
 NONFINITE = "allow_nonfinite"
 """Entry in the settings of an imported checkpoint: its parameters may have numbers that are not finite."""
-
-CONFIG = "config.json"
-GENERATION = "generation_config.json"
-TOKENIZER_FOLDER = "tokenizer"
-"""Name of the tokenizer's folder in a run folder that an import wrote."""
 
 _MOST_BASES = 16
 _WRAPPERS = re.compile(r"(_orig_mod\.|module\.)+")  # of torch.compile and DistributedDataParallel
@@ -81,6 +77,7 @@ class Weights:
         saved: Crius checkpoint of the weights; None for other sources.
         adapters: LoRA adapters that are merged into ``tensors``; None: there are none.
         rounds: dtype in which an export writes a tensor that is wider here, by name.
+        said: what the source of the weights said about their model, before any run trained them.
     """
 
     model: Mapping[str, Any]
@@ -95,6 +92,7 @@ class Weights:
     folder: Path | None = None
     adapters: Adapters | None = None
     rounds: Mapping[str, str] = field(default_factory=dict)
+    said: Said = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -219,6 +217,7 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
     model = _saved_model(manifest, place)
     saved = Saved(disk, name, manifest)
     told = dict[str, Any]()
+    origin = origin_of(disk, manifest)
     try:
         lora = saved_lora(manifest.config)
     except ValueError as error:
@@ -228,17 +227,17 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
         adapters = read_adapters(lora, tensors, described(model), recorded, place)
         base = _base_of(adapters, model, place, where, depth + 1)
         tensors, rounds = merged(adapters, base.tensors)
+        origin = origin if CONFIG in origin.said else origin._replace(said=base.said)
         told = {"adapters": adapters, "rounds": rounds}
     else:
         check_tensors(model, {key: tensor.shape for key, tensor in tensors.items()}, str, place)
-    own = Path(disk.where).parent / TOKENIZER_FOLDER
-    is_own = disk.is_local and (own / TOKENIZER).is_file()
-    tokenizer = str(own) if is_own else str(manifest.config.get("tokenizer.path", ""))
     return Weights(
         model=model,
         tensors=tensors,
-        tokenizer=tokenizer,
-        chat_template=read_chat_template(tokenizer),
+        tokenizer=origin.tokenizer,
+        eos_token=str(manifest.config.get("tokenizer.eos_token", "")),
+        said=origin.said,
+        chat_template=read_chat_template(origin.tokenizer),
         kind="Crius checkpoint",
         origin=f"step {manifest.step} of {disk.where}",
         hash_now=lambda: manifest.digest,
@@ -333,6 +332,7 @@ def _of_hugging_face(folder: Path, where: str) -> Weights:
         kind="Hugging Face",
         origin=f"Hugging Face folder {folder}",
         folder=folder,
+        said=read_said(folder),
         hash_now=partial(hash_files, folder, [CONFIG, *names]),
     )
 

@@ -26,7 +26,9 @@ from crius.config.changes import changes, check_changes
 from crius.config.run import RunConfig
 from crius.config.toml_file import shown
 from crius.data.loader import BatchLoader
+from crius.data.tokenizer import Tokenizer
 from crius.errors import CheckpointError, ConfigError
+from crius.interop.kept import Origin, files_to_keep, origin_of
 from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.ledger import TimeLedger
@@ -34,7 +36,7 @@ from crius.optim import state as optimizer_state
 from crius.shards import named_buffers, named_parameters, named_state, plain
 from crius.train.build import Job
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import check_steps_left, checkpoint_folder
+from crius.train.inputs import check_steps_left, checkpoint_folder, settings_to_compare, tokenizer_of
 from crius.train.pretrained import load_base, load_initial
 from crius.train.saving import check_newest, remember
 from crius.train.state import TrainState, restore_streams, seed_streams, streams
@@ -52,6 +54,7 @@ class Parts:
         loader: has the data cursor.
         dataset: fingerprint of the data, which gives sample ids their meaning.
         ledger: time ledger of this command.
+        tokenizer: tokenizer of the run.
     """
 
     state: TrainState
@@ -59,6 +62,7 @@ class Parts:
     loader: BatchLoader
     dataset: str
     ledger: TimeLedger
+    tokenizer: Tokenizer
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights, buffers and optimizer state by their names in a checkpoint."""
@@ -162,7 +166,8 @@ class Checkpoints:
         seed_streams(self._ranks.device, self._config.debug.seed, self._ranks.rank)
         if found is None:
             self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
-            self._initial = load_initial(self._config, self._ranks, self._parts.state)
+            self._initial, origin = load_initial(self._config, self._ranks, self._parts.state)
+            self._keep_tokenizer(origin)
             return {}
         begin = time.monotonic()
         self._load(found)
@@ -179,7 +184,8 @@ class Checkpoints:
         self._run_id = found.manifest.run_id
         self._initial = found.state.get("init_from", {})
         if self._config.lora.is_on:
-            self._initial = load_base(self._config, self._ranks, parts.state.parts, self._initial)
+            self._initial, _ = load_base(self._config, self._ranks, parts.state.parts, self._initial)
+        self._keep_tokenizer(origin_of(found.folder.disk, found.manifest))
         ledger = found.state.get("ledger", {})
         is_ours = self._command and ledger.get("command") == self._command
         return dict(ledger["seconds"]) if is_ours else {}
@@ -245,6 +251,12 @@ class Checkpoints:
             why=f"the newest good checkpoint is of step {newest[0]}" if newest else "there is no good checkpoint",
             fix=f"make room or repair the disk, and start the same command with --job.run_dir {self._run_dir}",
         )
+
+    def _keep_tokenizer(self, origin: Origin) -> None:
+        """Have each save keep the tokenizer, and what the source of the weights said."""
+        if self._ranks.rank == 0:
+            path = tokenizer_of(self._config, self._run_dir).path
+            self.saver.kept = files_to_keep(path, self._parts.tokenizer, origin)
 
     def _beat(self) -> None:
         self.before_write(self._saves)
@@ -366,7 +378,8 @@ class Checkpoints:
         if is_import:
             log.warning("resume: %s is an import: its settings and its data are not known", where)
             return
-        differences = changes(found.manifest.config, shown(self._config))
+        saved = settings_to_compare(found.folder.disk, found.manifest, self._config.tokenizer.path)
+        differences = changes(saved, shown(self._config))
         check_changes(differences, allowed, where)
         if self._ranks.rank == 0:
             for change in differences:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from crius.checkpoint.disk import open_disk
+from crius.checkpoint.disk import Disk, open_disk
 from crius.checkpoint.folder import CheckpointFolder, read_manifest
+from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
 from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
+from crius.config.data import TokenizerConfig
 from crius.config.lora import target_names
 from crius.config.pipeline import microbatch_unit, settle_stages, splits_backward
 from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, batch_sizes, compares_bits
@@ -20,9 +22,11 @@ from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.meta import META, TokenMeta
 from crius.data.tokenizer import build_tokenizer
+from crius.data.tokenizer_files import TOKENIZER
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError
 from crius.host import Machine
 from crius.interop.initial import INIT_FROM, open_base, open_initial
+from crius.interop.kept import is_kept, kept_place
 from crius.models.adapted import Adapted
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
@@ -73,6 +77,7 @@ def resolve(
     saved: Mapping[str, Any] | None = None,
     rows_are_given: bool = False,
     lay_out: LayOut | None = None,
+    run_dir: Path | None = None,
 ) -> Resolved:
     """Decide the settings that ``asked`` leaves open: dtype, rows of the embedding, compilation, layout, stages, the
     start of a document, whether the memory decides about recomputation, and whether kernels are deterministic.
@@ -87,17 +92,18 @@ def resolve(
         saved: settings of the checkpoint that the run resumes from: the curve belongs to the run, not to the machine.
         rows_are_given: whether ``model.vocab_size`` stays, for any number of token ids.
         lay_out: chooses the layout under ``parallelism.auto``; without it the layout stays open.
+        run_dir: folder of the run, which may keep its tokenizer; None: not known yet.
     """
     config = asked
     reasons = dict[str, str]()
     decisions: tuple[Callable[[RunConfig], Decision], ...] = (
         lambda run: _dtype(run, machine, saved),
-        lambda run: _tokens(run, rows_are_given),
+        lambda run: _tokens(run, rows_are_given, run_dir),
         lambda run: _compile(run, machine),
         lambda run: _recompute(run, machine),
         lambda run: _layout(run, lay_out),
         _stages,
-        lambda run: _boundaries(run, saved),
+        lambda run: _boundaries(run, saved, run_dir),
         lambda run: _deterministic(run, machine, saved),
     )
     for decide in decisions:
@@ -117,7 +123,7 @@ def _dtype(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None)
     return {name: dtype}, why
 
 
-def _tokens(config: RunConfig, rows_are_given: bool) -> Decision:
+def _tokens(config: RunConfig, rows_are_given: bool, run_dir: Path | None) -> Decision:
     """A token folder is read with the tokenizer that wrote it, and a model has a row for each id."""
     source = config.data.source
     path = config.tokenizer.path
@@ -130,7 +136,7 @@ def _tokens(config: RunConfig, rows_are_given: bool) -> Decision:
             if path == "byte" and meta.tokenizer_name != "byte":
                 changes["tokenizer.path"] = meta.tokenizer_name
         else:
-            number = 0 if rows_are_given else build_tokenizer(config.tokenizer).vocab_size
+            number = 0 if rows_are_given else build_tokenizer(tokenizer_of(config, run_dir)).vocab_size
     except CriusError:
         return {}, ""
     facts = describe_known_model(config)
@@ -173,7 +179,7 @@ def _stages(config: RunConfig) -> Decision:
     return changes, "the model has too few layers for two stages per rank"
 
 
-def _boundaries(config: RunConfig, saved: Mapping[str, Any] | None) -> Decision:
+def _boundaries(config: RunConfig, saved: Mapping[str, Any] | None, run_dir: Path | None) -> Decision:
     name = "data.add_bos"
     if config.data.add_bos is not None:
         return {}, ""
@@ -181,7 +187,7 @@ def _boundaries(config: RunConfig, saved: Mapping[str, Any] | None) -> Decision:
     if isinstance(add_bos, bool):
         return {name: add_bos}, "as in the checkpoint"
     with contextlib.suppress(CriusError):
-        return {name: build_tokenizer(config.tokenizer).adds_bos}, "as the tokenizer does"
+        return {name: build_tokenizer(tokenizer_of(config, run_dir)).adds_bos}, "as the tokenizer does"
     return {}, ""
 
 
@@ -218,13 +224,18 @@ def run_modules(config: RunConfig, facts: ModelDescription) -> list[ModuleFacts]
     return facts.modules((config.training.seq_len + 1) / 2, is_cut=is_cut)
 
 
-def open_run_data(config: RunConfig, data_parallel_ranks: int) -> tuple[RunConfig, Corpus]:
+def open_run_data(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None = None) -> tuple[RunConfig, Corpus]:
     """The corpus of ``config``, and ``config`` with the steps that follow from ``training.epochs``.
+
+    Args:
+        config: the run.
+        data_parallel_ranks: its data-parallel ranks.
+        run_dir: its folder, see ``tokenizer_of``.
 
     Raises:
         DataError: the corpus cannot be used.
     """
-    corpus = open_run_corpus(config, data_parallel_ranks)
+    corpus = open_run_corpus(config, data_parallel_ranks, run_dir)
     if config.training.epochs < 1:
         return config, corpus
     steps = -(-end_sample(config, corpus) // run_batch_sizes(config, data_parallel_ranks).total)
@@ -236,15 +247,18 @@ def end_sample(config: RunConfig, corpus: Corpus) -> int:
     return max(0, config.training.epochs) * corpus.train.num_samples
 
 
-def open_run_corpus(config: RunConfig, data_parallel_ranks: int) -> Corpus:
+def open_run_corpus(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None = None) -> Corpus:
     """The corpus of ``config``; tokenised at the first time, later opened in milliseconds.
+
+    Args:
+        config, data_parallel_ranks, run_dir: see ``open_run_data``.
 
     Raises:
         DataError: the corpus cannot be used.
     """
     return open_corpus(
         config.data,
-        config.tokenizer,
+        tokenizer_of(config, run_dir),
         config.validation,
         seq_len=config.training.seq_len,
         global_batch_size=run_batch_sizes(config, data_parallel_ranks).total,
@@ -283,10 +297,46 @@ def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
     return folder
 
 
+def tokenizer_of(config: RunConfig, run_dir: Path | None) -> TokenizerConfig:
+    """Where the tokenizer of a run is read: at ``tokenizer.path``, or in its checkpoints if nothing is left there.
+
+    Args:
+        config: the run.
+        run_dir: its folder; None: not known.
+    """
+    own = config.tokenizer
+    if run_dir is None or own.path == "byte" or Path(own.path).expanduser().exists():
+        return own
+    found = _resumed(config, run_dir)
+    if found is None or found.manifest.config.get("tokenizer.path") != own.path:
+        return own
+    place = kept_place(found.disk, found.manifest.tokenizer)
+    return replace(own, path=str(place)) if place else own
+
+
 def saved_settings(config: RunConfig, run_dir: Path) -> Mapping[str, Any] | None:
     """Settings of the checkpoint that a run would resume from; None if there is none, or another trainer saved it."""
     found = _resumed(config, run_dir)
-    return None if found is None or found.is_import else found.settings
+    return None if found is None or found.is_import else found.manifest.config
+
+
+def settings_to_compare(disk: Disk, manifest: Manifest, path: str) -> Mapping[str, Any]:
+    """Settings of a checkpoint, to be compared with those of a run: its tokenizer counts by content, not by place.
+
+    Args:
+        disk: folder of checkpoints.
+        manifest: manifest of the checkpoint.
+        path: ``tokenizer.path`` of the run.
+    """
+    settings = manifest.config
+    name = "tokenizer.path"
+    if TOKENIZER not in manifest.tokenizer or not Path(path).expanduser().exists():
+        return settings
+    if is_kept(path, manifest.tokenizer):
+        return {**settings, name: path}
+    if settings.get(name) != path:
+        return settings
+    return {**settings, name: str(kept_place(disk, manifest.tokenizer) or f"{path} of the checkpoint")}
 
 
 def check_resume(config: RunConfig, run_dir: Path) -> None:
@@ -311,11 +361,13 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
             )
         return
     if not found.is_import:
-        check_changes(changes(found.settings, shown(config)), config.checkpoint.allow_changes, found.where)
+        saved = settings_to_compare(found.disk, found.manifest, config.tokenizer.path)
+        differences = changes(saved, shown(config))
+        check_changes(differences, config.checkpoint.allow_changes, found.where)
         if config.lora.is_on and found.initial:
             open_base(config, found.initial)
     if not found.is_own:
-        check_steps_left(found.step, config)
+        check_steps_left(found.manifest.step, config)
 
 
 def check_steps_left(step: int, config: RunConfig) -> None:
@@ -343,20 +395,23 @@ class _Resumed:
     """The checkpoint that a run would resume from.
 
     Attributes:
-        settings: settings of the run that saved it; empty for an import from another trainer.
-        where: its folder.
-        step: its step.
+        disk: its folder of checkpoints.
+        manifest: its manifest.
         is_import: whether another trainer saved it.
         is_own: whether it is in the run's own folder, not in ``checkpoint.load_path``.
         initial: its record of the weights that the run started from.
     """
 
-    settings: Mapping[str, Any]
-    where: str
-    step: int
+    disk: Disk
+    manifest: Manifest
     is_import: bool
     is_own: bool
     initial: Mapping[str, str]
+
+    @property
+    def where(self) -> str:
+        """Its folder."""
+        return f"{self.disk.where}/{step_name(self.manifest.step)}"
 
 
 def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
@@ -380,8 +435,5 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
         except CheckpointError:
             return None
         is_import = bool(state.get("imported"))
-        where = f"{folder.disk.where}/{name}"
-        settings = {} if is_import else manifest.config
-        initial = state.get("init_from", {})
-        return _Resumed(settings, where, manifest.step, is_import, place == own, initial)
+        return _Resumed(folder.disk, manifest, is_import, place == own, state.get("init_from", {}))
     return None

@@ -100,7 +100,7 @@ def run(
             facts = describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
-            config, corpus = open_run_data(config, layout.batch)  # before the ranks meet, so none waits in a collective
+            config, corpus = open_run_data(config, layout.batch, run_dir)  # before the ranks meet, so none waits
             ranks = stack.enter_context(_meet(config, placement, device))
             mesh = build_mesh(one_layout(layout, ranks), device.type, has_experts=facts.num_experts > 0)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
@@ -113,7 +113,7 @@ def run(
             loop = assemble(whole, corpus, run_dir, ledger, stack, strict=strict)
         with ledger.phase("load"):
             if checkpoints:
-                parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger)
+                parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger, corpus.tokenizer)
                 recovery.resumed(checkpoints.resume(parts), loop.state.step)
                 loop.after_step.append(lambda step, done: recovery.step(step))
                 samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))

@@ -16,6 +16,7 @@ from crius.checkpoint.plain import NAMES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.interop.initial import open_base, open_initial
+from crius.interop.kept import Origin
 from crius.interop.weights import Weights, record_of
 from crius.optim import state as optimizer_state
 from crius.parallel.runtime import World
@@ -26,17 +27,18 @@ from crius.train.state import TrainState
 log = logging.getLogger("crius.train")
 
 
-def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str, str]:
+def load_initial(config: RunConfig, ranks: World, state: TrainState) -> tuple[dict[str, str], Origin]:
     """Fill the weights from ``checkpoint.init_from``, each rank its shards; all other state starts as usual.
 
     Returns:
-        Origin and hash of the weights; empty if the run starts from random weights.
+        Origin and hash of the weights, their tokenizer, and what their source said; both empty if the run starts from
+        random weights.
 
     Raises:
         CriusError: see ``open_initial``.
     """
     if not config.checkpoint.init_from:
-        return {}
+        return {}, Origin()
     if config.lora.is_on:
         return load_base(config, ranks, state.parts, {})
     path = config.checkpoint.init_from
@@ -56,12 +58,12 @@ def load_initial(config: RunConfig, ranks: World, state: TrainState) -> dict[str
     if (rows := config.model.vocab_size - weights.model["vocab_size"]) > 0:
         log.info("init: %d rows of the vocabulary are missing there: drawn from seed %d", rows, config.debug.seed)
     _log_tokenizer(weights, config)
-    return initial
+    return initial, Origin(weights.tokenizer, weights.said)
 
 
 def load_base(
     config: RunConfig, ranks: World, parts: Sequence[nn.Module], recorded: Mapping[str, str]
-) -> dict[str, str]:
+) -> tuple[dict[str, str], Origin]:
     """Fill the frozen weights of a LoRA run, each rank its shards.
 
     Args:
@@ -71,7 +73,7 @@ def load_base(
         recorded: origin, path and hash of the base in the checkpoint that the run resumes from; empty at its start.
 
     Returns:
-        Origin, path and hash of the loaded base.
+        Origin, path and hash of the loaded base, its tokenizer, and what its source said.
 
     Raises:
         CriusError: the base cannot be read, see ``open_weights``.
@@ -104,7 +106,7 @@ def load_base(
         log.info("init: %d linears of this rank rounded to %s", rounded, config.lora.base)
     if not recorded:
         _log_tokenizer(weights, config)
-    return found
+    return found, Origin(weights.tokenizer, weights.said)
 
 
 def _log_dtypes(weights: Weights, targets: Iterable[tuple[str, Tensor]]) -> None:

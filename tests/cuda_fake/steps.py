@@ -124,7 +124,7 @@ def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> di
             watch.next_step()
             WAITS.step = step + 1
             if stages and WAITS.step == STEADY:
-                parts = Parts(loop.state, loop.guard, loop.loader, "", loop.ledger)
+                parts = Parts(loop.state, loop.guard, loop.loader, "", loop.ledger, corpus.tokenizer)
                 planner.set_up_planner(parts.tensors())
                 planner._plan = planner.create_local_plan()  # of all ranks together there is none: the others are fake
                 planner.stage()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,7 +203,8 @@ OLD = {"data.source": "text", "model.attention_mask": "causal"}
 @pytest.mark.parametrize("resumed, want", [(None, True), (OLD, False), (OLD | {"data.add_bos": True}, True)])
 def test_a_run_resumes_with_the_rule_that_it_began_with(tmp_path, monkeypatch, resumed, want):
     tokenizer = tokenizer_in(tmp_path / "tok", template="<s> $A")
-    found = resumed and inputs._Resumed(resumed, "step-1", 1, is_import=False, is_own=True, initial={})
+    manifest = SimpleNamespace(config=resumed)
+    found = resumed and inputs._Resumed(None, manifest, is_import=False, is_own=True, initial={})
     monkeypatch.setattr(inputs, "_resumed", lambda config, run_dir: found)
     config = RunConfig(tokenizer=tokenizer)
     saved = inputs.saved_settings(config, tmp_path)

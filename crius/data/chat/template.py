@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crius.data.tokenizer_files import TOKENIZER_CONFIG
+from crius.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
 from crius.errors import DataError
 
-TEMPLATE = "chat_template.jinja"
 LARGEST_TEXT = 1 << 20
 _LARGEST_CONFIG = 1 << 24  # tokenizer_config.json has a line for each added token: a megabyte for Gemma
 

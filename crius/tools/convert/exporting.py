@@ -23,8 +23,9 @@ from crius.errors import CheckpointError, ConfigError
 from crius.host import free_host_bytes, python_path
 from crius.interop.casting import FLOATS, cast
 from crius.interop.context import longest_context
+from crius.interop.kept import CONFIG
 from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
-from crius.interop.weights import CONFIG, Weights, open_weights
+from crius.interop.weights import Weights, open_weights
 from crius.models.huggingface import HuggingFace, config_of, rows_of
 from crius.models.registry import IMPORTED, families
 from crius.plugins import REQUIREMENTS, install_line

@@ -1,8 +1,8 @@
 """``crius import``: a Hugging Face or GGUF model as a run folder. No torch, and no code in it is executed."""
 
+import contextlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,42 +19,26 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.pieces import TensorSource
 from crius.config.data import TokenizerConfig
 from crius.config.operation import CheckpointConfig
-from crius.data.chat.template import TEMPLATE
 from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_files import ADDED_TOKENS, TOKENIZER, TOKENIZER_CONFIG, original_file, tokenizer_file
+from crius.data.tokenizer_files import (
+    ADDED_TOKENS,
+    FILES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    original_file,
+    tokenizer_file,
+)
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.interop.adapters import Adapters
 from crius.interop.casting import cast
 from crius.interop.foreign import open_inside, read_inside
-from crius.interop.weights import (
-    CONFIG,
-    GENERATION,
-    NONFINITE,
-    TOKENIZER_FOLDER,
-    Weights,
-    guarded,
-    open_weights,
-    record_of,
-)
+from crius.interop.kept import TOKENIZER_FOLDER, encoded
+from crius.interop.weights import NONFINITE, Weights, guarded, open_weights, record_of
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import write_checkpoint
 from crius.tools.convert.dcp import METADATA
 from crius.tools.convert.gguf_file import SUFFIX, open_gguf
 from crius.tools.convert.new_folder import new_folder
-
-TOKENIZER_FILES = (
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    TEMPLATE,
-    "special_tokens_map.json",
-    ADDED_TOKENS,
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    CONFIG,
-    GENERATION,
-)
-"""Files that are copied with a tokenizer. An export uses their facts: where to stop, and the longest context."""
 
 _LARGEST_FILE = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -138,11 +122,13 @@ def import_model(source: str, target: str, *, adapter: str = "", allow_nonfinite
         (folder / TOKENIZER_FOLDER).mkdir()
         for name, write in files.items():
             write(folder / TOKENIZER_FOLDER / name)
+        for name, content in weights.said.items():
+            (folder / TOKENIZER_FOLDER / name).write_bytes(encoded(content))
         about = _tokenizer(folder, weights.model["vocab_size"], note)
         tables: dict[str, dict[str, Any]] = {"model": dict(weights.model)}
         if adapters:
             tables["lora"] = {**vars(adapters.lora), "targets": list(adapters.lora.targets)}
-        if (folder / TOKENIZER_FOLDER).exists():
+        if (folder / TOKENIZER_FOLDER / TOKENIZER).exists():
             tables["tokenizer"] = {"path": str(place.absolute() / TOKENIZER_FOLDER)}
         elif weights.tokenizer == "byte":
             tables["tokenizer"] = {"path": "byte"}
@@ -204,7 +190,7 @@ def _opened(
     tokenizer = Path(weights.tokenizer)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     is_file = weights.tokenizer not in ("", "byte")
-    names = [name for name in TOKENIZER_FILES if (folder / name).exists()] if is_file else []
+    names = [name for name in FILES if (folder / name).exists()] if is_file else []
     copies = {name: (lambda to, name=name: copy_file(folder, name, to)) for name in names}
     if not is_file:
         return weights, copies, "byte" if weights.tokenizer else f"none: {source} has no {TOKENIZER}"
@@ -258,7 +244,8 @@ def _tokenizer(folder: Path, num_rows: int, note: str) -> str:
     """Description of the tokenizer in a run folder; an empty tokenizer folder is removed."""
     place = folder / TOKENIZER_FOLDER
     if not (place / TOKENIZER).exists():
-        shutil.rmtree(place)
+        with contextlib.suppress(OSError):  # it has what the source said
+            place.rmdir()
         return note
     built = build_tokenizer(TokenizerConfig(path=str(place)))
     if built.vocab_size > num_rows:

@@ -10,8 +10,9 @@ from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_file
 from crius.errors import ConfigError
 from crius.interop.foreign import read_inside
+from crius.interop.kept import CONFIG, GENERATION
 from crius.interop.safetensors_file import json_object
-from crius.interop.weights import CONFIG, GENERATION, Weights
+from crius.interop.weights import Weights
 from crius.tools.convert.importing import TOKENIZER_FILES, copy_file
 
 _END = "<|endoftext|>"

@@ -30,7 +30,7 @@ def show(
         ConfigError: there is no such step or sample.
         DataError: the data of the run has changed, or cannot be read.
     """
-    config, corpus = open_run_data(config, data_parallel_ranks)
+    config, corpus = open_run_data(config, data_parallel_ranks, run_dir)
     end = end_sample(config, corpus)
     attempt = None
     if step:

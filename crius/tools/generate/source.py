@@ -12,10 +12,11 @@ from crius.checkpoint.pieces import TensorSource
 from crius.checkpoint.plain import load_whole
 from crius.config.data import TokenizerConfig
 from crius.data.chat.renderer import render_chat
-from crius.data.chat.template import END_OF_TURN, read_object, special_tokens
+from crius.data.chat.template import END_OF_TURN, special_tokens
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import free_host_bytes
+from crius.interop.kept import EOS_ID, GENERATION, ids_of
 from crius.interop.weights import Weights, open_weights
 from crius.kernels import choice
 from crius.kernels.cpu.linear import store_by_columns
@@ -121,7 +122,7 @@ def read_source(
     model = build_decoder(weights, settings.dtype, device, split, load)
     if settings.ranks == 1:
         store_by_columns(module.weight for module in model.modules() if isinstance(module, Linear))
-    special, ends = _words(weights.tokenizer, tokenizer)
+    special, ends = _words(weights, tokenizer)
     return Source(weights, model, facts, tokenizer, ends, weights.chat_template, special, settings.ranks)
 
 
@@ -164,11 +165,10 @@ def build_decoder(
     return model
 
 
-def _words(place: str, tokenizer: Tokenizer) -> tuple[dict[str, str], frozenset[int]]:
+def _words(weights: Weights, tokenizer: Tokenizer) -> tuple[dict[str, str], frozenset[int]]:
     """Special tokens by their names in templates, and ids that end an answer."""
-    special = special_tokens(place)
-    told = read_object(place, "generation_config.json").get("eos_token_id")
-    ends = {one for one in (told if isinstance(told, list) else [told]) if type(one) is int}
+    special = special_tokens(weights.tokenizer) if weights.tokenizer != "byte" else {}
+    ends = {*ids_of(weights.said.get(GENERATION, {}).get(EOS_ID))}
     ends |= tokenizer.special_ids([*END_OF_TURN, special.get("eos_token", "")])
     return special, frozenset({tokenizer.eos_id, *ends})
 
