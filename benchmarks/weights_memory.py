@@ -27,6 +27,7 @@ SAMPLE_SECONDS = 0.002
 
 _CHILD = """
 import sys
+from dataclasses import replace
 from crius.tools.convert import exporting, importing
 exporting.find_spec = lambda name: None  # no logits
 verb, source, target = sys.argv[1:]
@@ -35,7 +36,7 @@ sys.stdin.readline()
 if verb == "import":
     importing.import_model(source, target)
 else:
-    exporting.export_model(exporting.open_source(source, -1), target)
+    exporting.export_model(replace(exporting.open_source(source, -1), has_tokenizer=False), target)
 """
 
 

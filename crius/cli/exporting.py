@@ -1,11 +1,13 @@
 """``crius export``."""
 
 import json
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from crius.cli.app import Json, app, emit
+from crius.errors import ConfigError
 
 
 @app.command
@@ -25,6 +27,9 @@ def export(
             "with torchtitan's names. hf and dcp merge adapters into their base. Empty: peft for a LoRA run, else hf."
         ),
     ] = "",
+    no_tokenizer: Annotated[
+        bool, Parameter(negative=(), help="Write no tokenizer. Without this flag a source without one is an error.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Export the weights of a run as a folder that other libraries load, from any layout, and prove it by reading it
@@ -35,7 +40,10 @@ def export(
     """
     from crius.tools.convert.exporting import export_model, open_source
 
-    opened = open_source(source, step)
+    if format == "dcp" and no_tokenizer:
+        what = "--no_tokenizer has no effect with --format dcp, which has no tokenizer."
+        raise ConfigError(what, where="command line", fix="leave out --no_tokenizer")
+    opened = replace(open_source(source, step), has_tokenizer=not no_tokenizer)
     write = export_model
     if format == "dcp":
         from crius.tools.convert.dcp_out import export_dcp as write

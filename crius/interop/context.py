@@ -1,10 +1,9 @@
 """The longest context of a model. Weights do not depend on it, so it is not a setting of the model. No torch."""
 
-from pathlib import Path
-
+from crius.data.chat.template import folder_of
 from crius.data.tokenizer_files import TOKENIZER_CONFIG
 from crius.interop.foreign import read_inside
-from crius.interop.kept import CONFIG
+from crius.interop.kept import CONFIG, CONTEXT
 from crius.interop.safetensors_file import json_object
 from crius.interop.weights import Weights
 
@@ -17,31 +16,35 @@ _LARGEST = 1 << 28
 def longest_context(weights: Weights) -> int:
     """The longest known context, in tokens.
 
-    It is the longest of three numbers: the sequence length of the run, the context in a ``config.json`` in the folder
-    of weights or tokenizer, and, if the run began with pretrained weights, ``model_max_length`` of their tokenizer. If
-    none is known, it is ``model_max_length`` of the tokenizer, else ``UNKNOWN``. A model with stretched rotary
-    frequencies has at least the context that they were stretched to.
+    It is the context that the source of the weights names, or the sequence length of the run if that is longer. If the
+    source names none, it is the longer of the sequence length and of ``model_max_length`` of the tokenizer that came
+    with pretrained weights. If none is known, it is ``model_max_length`` of any tokenizer, else ``UNKNOWN``; a model
+    with stretched rotary frequencies then has at least the context that they were stretched to.
 
     Raises:
         CheckpointError: a file in the tokenizer's folder is damaged.
     """
     settings = weights.saved.manifest.config if weights.saved else {}
-    known = max(_number(settings.get("training.seq_len")), _named(weights, CONFIG, "max_position_embeddings"))
-    told = _named(weights, TOKENIZER_CONFIG, "model_max_length")
-    known = max(known, told) if settings.get("checkpoint.init_from") else known or told or UNKNOWN
+    trained = _number(settings.get("training.seq_len"))
+    if said := _number(weights.said.get(CONFIG, {}).get(CONTEXT)):
+        return max(said, trained)
+    told = _of_tokenizer(weights.tokenizer)
+    known = max(trained, told) if settings.get("checkpoint.init_from") else trained or told or UNKNOWN
     scaling = weights.facts.config.rope_scaling
     if scaling and known <= scaling.original_context:
         return int(scaling.factor * scaling.original_context)
     return known
 
 
-def _named(weights: Weights, file: str, key: str) -> int:
-    """A number in a file in the folder of the weights or the tokenizer; 0: there is none."""
-    place = Path(weights.tokenizer).expanduser() if weights.tokenizer not in ("", "byte") else None
-    folder = weights.folder or (place if place is None or place.is_dir() else place.parent)
-    if folder is None or not (folder / file).exists():
+def _of_tokenizer(path: str) -> int:
+    """``model_max_length`` in the folder of a tokenizer; 0: there is none."""
+    if path in ("", "byte"):
         return 0
-    return _number(json_object(read_inside(folder, file, _LARGEST), f"{folder}/{file}").get(key))
+    folder = folder_of(path)
+    if not (folder / TOKENIZER_CONFIG).exists():
+        return 0
+    content = read_inside(folder, TOKENIZER_CONFIG, _LARGEST)
+    return _number(json_object(content, f"{folder}/{TOKENIZER_CONFIG}").get("model_max_length"))
 
 
 def _number(value: object) -> int:

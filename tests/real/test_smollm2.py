@@ -1,13 +1,15 @@
 """SmolLM2-135M-Instruct, from the package of ``make setup-real``: in and out, it is what transformers reads."""
 
 import importlib.util
+import json
 import resource
+import shutil
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from harness import TEXT
+from harness import TEXT, crius
 from safetensors.torch import load_file
 
 from crius.checkpoint.load import load_tensors
@@ -68,7 +70,58 @@ def test_gguf_in_and_out_is_the_model_of_transformers(file, tmp_path):
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again(texts[0]).input_ids == own(texts[0]).input_ids and again.chat_template == own.chat_template
     config, before = (transformers.AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in ("out", "saved"))
-    for key in ("hidden_size", "head_dim", "num_key_value_heads", "tie_word_embeddings", "max_position_embeddings"):
+    same = ("hidden_size", "head_dim", "num_key_value_heads", "tie_word_embeddings", "max_position_embeddings")
+    for key in (*same, "bos_token_id", "eos_token_id"):
         assert config[key] == before[key]
     assert config["rope_parameters"] == before["rope_parameters"]
     assert numpy.float32(config["rms_norm_eps"]) == numpy.float32(before["rms_norm_eps"])
+
+
+def test_a_run_is_whole_when_it_is_copied_and_moved_and_when_its_source_is_deleted(file, tmp_path):
+    """In each state it generates, evaluates, exports and resumes."""
+    flags = ["--training.seq_len", "32", "--batch", "1", "--data.source", "text", "--data.path", str(TEXT)]
+    flags += [
+        "--lr",
+        "1e-6",
+        "--validation.interval",
+        "0",
+        "--checkpoint.keep_last",
+        "2",
+        "--checkpoint.init_from",
+        "smol",
+    ]
+    (tmp_path / "said.txt").write_text("The capital of France is Paris.")
+
+    def done(*words):
+        result = crius(*words, cwd=tmp_path, timeout=600)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def train(run, steps):
+        return done("train", *flags, "--steps", str(steps), "--job.run_dir", run)
+
+    def answer(run):
+        return done("generate", run, "--chat", "--prompt", "What is the capital of France?", "--max_new_tokens", "8")
+
+    done("import", str(file), "smol")
+    done("export", "smol", "before")
+    train("run", 1)
+    first = answer("run")
+    assert "Paris" in first
+
+    def use(run, steps):
+        assert steps > 2 or answer(run) == first
+        assert "said" in done("evaluate", run, "--tasks", "said.txt")
+        assert "272 of 272 tensors equal" in done("export", run, f"{run}-{steps}-hf")
+        for name in ("config.json", "tokenizer.json"):
+            exported = (tmp_path / f"{run}-{steps}-hf" / name).read_text()
+            assert json.loads(exported) == json.loads((tmp_path / "before" / name).read_text())
+        assert f"resume: step {steps - 1}" in train(run, steps)
+
+    shutil.copytree(tmp_path / "run", tmp_path / "copied")
+    use("copied", 2)
+    shutil.rmtree(tmp_path / "copied")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    use("moved", 2)
+    shutil.rmtree(tmp_path / "smol")
+    use("moved", 3)

@@ -9,6 +9,8 @@ from pretrained_samples import SIZES, save
 from crius.cli import main
 from crius.interop.weights import open_weights
 from crius.models import registry
+from crius.tools.convert import importing
+from crius.tools.convert.exporting import model_config
 from crius.tools.convert.gguf_file import _translated
 
 gguf = pytest.importorskip("gguf")
@@ -38,7 +40,8 @@ def write(file, kind, *, architecture="", half=False, drop="", **fields):
     for key, value in (FIELDS | fields).items():
         if value is not None:
             add = writer.add_string if isinstance(value, str) else writer.add_float32
-            (writer.add_uint32 if isinstance(value, int) else add)(f"{architecture}.{key}", value)
+            name_there = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+            (writer.add_uint32 if isinstance(value, int) else add)(name_there, value)
     expected = {}
     for ours in weights:
         array = numbers[family.translated(ours)].numpy()
@@ -65,6 +68,25 @@ def test_tensors_come_back_as_the_model_has_them(kind, half, tmp_path, capsys):
     for name, array in expected.items():
         assert found.tensors[name].dtype == {"float16": "F16", "float32": "F32"}[str(array.dtype)]
         assert bytes(found.tensors[name].read()) == array.tobytes(), name
+
+
+TOLD = {
+    "context_length": ("max_position_embeddings", 4096),
+    "tokenizer.ggml.bos_token_id": ("bos_token_id", 1),
+    "tokenizer.ggml.eos_token_id": ("eos_token_id", 2),
+    "tokenizer.ggml.padding_token_id": ("pad_token_id", 0),
+}
+
+
+def test_context_and_ids_of_the_file_are_exported_and_none_is_invented(tmp_path):
+    for name, told in (("told", TOLD), ("untold", {})):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "model.gguf", "llama", **{theirs: value for theirs, (_, value) in told.items()})
+        importing.import_model(str(tmp_path / name / "model.gguf"), str(tmp_path / name / "run"))
+        weights = open_weights(str(tmp_path / name / "run"))
+        found = model_config(weights, registry.families()["llama3"], {}, "float32")
+        assert found.items() >= dict(told.values()).items()
+        assert told or not found.keys() & {key for key, _ in TOLD.values()}
 
 
 LIES = {

@@ -101,6 +101,12 @@ def test_a_moved_run_whose_source_is_gone_resumes_and_keeps_its_tokenizer_once(m
     assert (moved / "checkpoints" / step_name(3)).is_dir()
 
 
+def test_a_run_of_another_length_exports_what_its_source_said(runs, tmp_path):
+    assert cli.main(["export", str(runs / "mine"), str(tmp_path / "out")]) == 0
+    for file in ("config.json", "generation_config.json"):
+        assert json_of(tmp_path, "out", file) == json_of(runs / GONE, file)
+
+
 def test_a_run_with_the_byte_tokenizer_from_random_weights_keeps_nothing(tmp_path):
     assert files_to_keep("byte", ByteTokenizer(), Origin()) == {}
     assert keep(open_disk(str(tmp_path)), {}) == {} and not list(tmp_path.iterdir())
@@ -183,15 +189,19 @@ def test_the_eos_that_the_run_was_told_ends_a_text_later_too(moved):
     assert tokenizer.decode([tokenizer.eos_id]) == "z"
 
 
-def test_a_run_of_an_older_version_is_read_where_its_tokenizer_is(moved, runs):
+def test_a_run_of_an_older_version_is_read_where_its_tokenizer_is(moved, runs, capsys):
     for folder in tokenizers(moved / "checkpoints"):
         shutil.rmtree(folder)
     rewrite(moved / "checkpoints", lambda manifest: replace(manifest, tokenizer={}))
+    command = ["export", str(moved), str(moved.parent / "out")]
+    assert cli.main(command) == 1
+    assert f"the tokenizer {runs / 'hf'} of step 2 of" in capsys.readouterr().err
     shutil.copytree(runs / GONE, runs / "hf")
     try:
-        assert cli.main(["export", str(moved), str(moved.parent / "out")]) == 0
+        assert cli.main(command) == 0
     finally:
         shutil.rmtree(runs / "hf")
+    assert json_of(moved.parent, "out", "config.json").items() >= SAID.items()
 
 
 def test_a_damaged_tokenizer_is_named_and_written_again(moved, runs, capsys, caplog):
@@ -224,3 +234,25 @@ def test_a_run_behind_a_url_is_read_with_its_tokenizer(moved, user_cache, capsys
     assert open_weights(url).tokenizer == str(place)
     (place / "tokenizer.json").unlink()
     assert open_weights(f"{url}/{step_name(1)}").chat_template == "{{ messages }}"
+
+
+def test_an_export_without_a_tokenizer_must_be_asked_for(runs, tmp_path, capsys):
+    """Also of an import, which then still says what its source said."""
+    shutil.copytree(runs / GONE, tmp_path / "bare")
+    for file in tmp_path.glob("bare/*token*"):
+        file.unlink()
+    assert cli.main(["import", str(tmp_path / "bare"), str(tmp_path / "run")]) == 0
+    for source in ("bare", "run"):
+        command = ["export", str(tmp_path / source), str(tmp_path / f"{source}-out")]
+        assert cli.main(command) == 1
+        said = capsys.readouterr().err
+        assert "has no tokenizer" in said and "--no_tokenizer" in said and not (tmp_path / f"{source}-out").exists()
+        assert cli.main([*command, "--no_tokenizer"]) == 0
+        assert not list(tmp_path.glob(f"{source}-out/*token*"))
+        for file in ("config.json", "generation_config.json"):
+            assert json_of(tmp_path, f"{source}-out", file) == json_of(tmp_path, "bare", file)
+
+
+def test_a_dcp_export_has_no_tokenizer_to_leave_out(runs, tmp_path, capsys):
+    command = ["export", str(runs / "mine"), str(tmp_path / "out"), "--format", "dcp", "--no_tokenizer"]
+    assert cli.main(command) == 2 and "no_tokenizer has no effect" in capsys.readouterr().err

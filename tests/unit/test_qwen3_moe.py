@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,10 +173,14 @@ def test_in_and_out_less_than_twice_the_largest_tensor_is_in_memory(tmp_path, al
     """Also where the experts of a layer together are the largest one."""
     save("qwen3_moe", tmp_path / "model", num_hidden_layers=1, num_experts=16, moe_intermediate_size=2048)
     largest = 16 * 2048 * 64 * 4
+
+    def export(target, dtype=""):
+        export_model(replace(open_source(str(tmp_path / "run"), -1), has_tokenizer=False), str(target), dtype)
+
     for step in (
         lambda: import_model(str(tmp_path / "model"), str(tmp_path / "run")),
-        lambda: export_model(open_source(str(tmp_path / "run"), -1), str(tmp_path / "back")),
-        lambda: export_model(open_source(str(tmp_path / "run"), -1), str(tmp_path / "half"), "bfloat16"),
+        lambda: export(tmp_path / "back"),
+        lambda: export(tmp_path / "half", "bfloat16"),
     ):
         tracemalloc.start()
         try:

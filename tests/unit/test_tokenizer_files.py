@@ -256,7 +256,7 @@ def test_a_model_comes_in_and_goes_out_with_its_converted_tokenizer(sample, tmp_
     caplog.clear()
     for weights, folder in ((open_weights(str(tmp_path / "run")), "a"), (open_weights(str(sample)), "b")):
         (tmp_path / folder).mkdir()
-        write_tokenizer(tmp_path / folder, weights, 2048)
+        write_tokenizer(tmp_path / folder, weights)
         assert built(tmp_path / folder).fingerprint == built(weights.tokenizer).fingerprint == want.fingerprint
         assert built(tmp_path / folder).adds_bos
     assert caplog.records == []  # nobody converts twice

@@ -23,7 +23,7 @@ from crius.errors import CheckpointError, ConfigError
 from crius.host import free_host_bytes, python_path
 from crius.interop.casting import FLOATS, cast
 from crius.interop.context import longest_context
-from crius.interop.kept import CONFIG
+from crius.interop.kept import CONFIG, CONTEXT
 from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
 from crius.interop.weights import Weights, open_weights
 from crius.models.huggingface import HuggingFace, config_of, rows_of
@@ -56,11 +56,13 @@ class Source:
         weights: its weights.
         settings: settings of the run, by dotted name.
         facts: facts for people, by name.
+        has_tokenizer: whether its tokenizer is exported too.
     """
 
     weights: Weights
     settings: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+    has_tokenizer: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,24 +250,18 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
         dtype: see ``parts_of``.
 
     Raises:
-        CriusError: the target exists, Hugging Face has no such model, the source is damaged, or the written folder
-            differs from it: other bits, or other logits.
+        CriusError: the target exists, Hugging Face has no such model, the source is damaged or has no tokenizer, or
+            the written folder differs from it: other bits, or other logits.
     """
-    model = source.weights.model
     facts = source.weights.facts
-    family, names = foreign_names(model["name"], facts.state_names)
+    family, names = foreign_names(source.weights.model["name"], facts.state_names)
     parts = parts_of(source, names, dtype)
     with new_folder(target) as folder:
+        about, ids = write_tokenizer(folder, source.weights, has_tokenizer=source.has_tokenizer)
         files = write_parts(folder, parts)
-        context = longest_context(source.weights)
-        about, generation = write_tokenizer(folder, source.weights, context)
         largest = max(parts, key=lambda part: part.num_bytes)
-        config = {
-            **config_of(family, model),
-            "max_position_embeddings": context,
-            "torch_dtype": next(name for name, code in TORCH_NAMES.items() if code == largest.dtype),
-            **{key: generation.get(key) for key in ("bos_token_id", "eos_token_id")},
-        }
+        dtype_name = next(name for name, code in TORCH_NAMES.items() if code == largest.dtype)
+        config = model_config(source.weights, family, ids, dtype_name)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         done = written(
             target,
@@ -281,6 +277,27 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
         told |= {name: str(value) for name, value in source.weights.sizes.items()}
         (folder / "README.md").write_text(model_card(done.lines(), told, source.settings, files), encoding="utf-8")
     return done
+
+
+def model_config(weights: Weights, family: HuggingFace, ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config.json of an export: what the source said, with the changes of training.
+
+    Args:
+        weights: weights to export.
+        family: Hugging Face's names of the model.
+        ids: BOS and EOS of the exported tokenizer by their keys; empty: there is none.
+        dtype: torch's name of the dtype of the weights.
+    """
+    said = weights.said.get(CONFIG, {})
+    computed = config_of(family, weights.model)
+    is_own = all(said.get(key) == computed[key] for key in ("model_type", "hidden_size", "num_hidden_layers"))
+    config = {**computed, **ids, CONTEXT: 0}
+    if is_own:  # auto_map names a stranger's code
+        config = {key: value for key, value in said.items() if key not in ("auto_map", "torch_dtype", "dtype")}
+    changed = {"vocab_size": weights.model["vocab_size"], CONTEXT: longest_context(weights)}
+    config |= {key: value for key, value in changed.items() if key in config}
+    config["dtype" if "dtype" in said else "torch_dtype"] = dtype
+    return config
 
 
 def foreign_names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[str, str]]:

@@ -12,9 +12,12 @@ import numpy as np
 from crius.checkpoint.pieces import Piece, TensorSource
 from crius.errors import ConfigError, CriusError, EnvironmentError
 from crius.interop.foreign import check_key, check_shape, open_inside
+from crius.interop.kept import BOS_ID, CONFIG, CONTEXT, EOS_ID
 from crius.interop.unpickle import refusal
 from crius.interop.weights import Weights, check_tensors, hash_files, settled
 from crius.models.config import rope_scaling_text
+from crius.models.huggingface import config_of
+from crius.models.registry import families
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import in_halves
 
@@ -65,6 +68,13 @@ _SPLITS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Rules that split a text before its bytes are merged, by ``tokenizer.ggml.pre``, in the form of tokenizer.json."""
+_TOLD = {
+    CONTEXT: "{}.context_length",
+    BOS_ID: "tokenizer.ggml.bos_token_id",
+    EOS_ID: "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+"""Keys of config.json that no size depends on, and their names in the fields of a file."""
 # of tokenizer.ggml.token_type
 _CONTROL = 3
 _USER_DEFINED = 4
@@ -132,6 +142,8 @@ def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callab
     }
     template = fields.get("tokenizer.chat_template", "")
     files, note = _tokenizer(fields, template)
+    told = {key: fields.get(theirs.format(kind)) for key, theirs in _TOLD.items()}
+    said = {key: number for key, number in told.items() if type(number) is int}
     weights = Weights(
         model=model,
         tensors=sources,
@@ -139,6 +151,7 @@ def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callab
         chat_template=template,
         kind="GGUF",
         origin=f"GGUF {path}",
+        said={CONFIG: {**config_of(families()[name], model), **said}},
         hash_now=partial(hash_files, path.parent, [path.name]),
     )
     return GgufFile(weights, files, note)
@@ -223,10 +236,11 @@ def _tokenizer(fields: dict[str, Any], template: str) -> tuple[dict[str, str], s
     names = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": fields.get(f"{fields['general.architecture']}.context_length", 2048),
         "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
         **{f"{name}_token": tokens[number] for name, number in names.items() if number is not None},
         **({"chat_template": template} if template else {}),
     }
+    if length := fields.get(f"{fields['general.architecture']}.context_length"):
+        config["model_max_length"] = length
     texts = {"tokenizer.json": spec, "tokenizer_config.json": config}
     return {name: json.dumps(value, ensure_ascii=False) for name, value in texts.items()}, "built from the file"

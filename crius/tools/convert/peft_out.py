@@ -15,7 +15,6 @@ from crius.checkpoint.state import read_state
 from crius.errors import ConfigError, CriusError
 from crius.host import free_host_bytes
 from crius.interop.adapters import Adapters
-from crius.interop.context import longest_context
 from crius.interop.peft import PREFIX
 from crius.interop.safetensors_file import ADAPTER_CONFIG, read_safetensors
 from crius.interop.weights import Weights, open_weights
@@ -72,7 +71,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
     exact, parts = (parts_of(own, names, to) for to in ("", dtype))
     is_rounded = [part.dtype for part in exact] != [part.dtype for part in parts]
     with new_folder(target) as folder:
-        about = write_tokenizer(folder, weights, longest_context(weights))[0]
+        about = write_tokenizer(folder, weights, has_tokenizer=source.has_tokenizer)[0]
         base = base_of(adapters)
         config = adapter_config(adapters, weights, list(modules.values()), base)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -7,13 +7,14 @@ from typing import Any
 
 from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_file
-from crius.errors import ConfigError
+from crius.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_files
+from crius.errors import ConfigError, DataError
+from crius.interop.context import longest_context
 from crius.interop.foreign import read_inside
-from crius.interop.kept import CONFIG, GENERATION
+from crius.interop.kept import BOS_ID, CONFIG, EOS_ID, GENERATION, encoded
 from crius.interop.safetensors_file import json_object
 from crius.interop.weights import Weights
-from crius.tools.convert.importing import TOKENIZER_FILES, copy_file
+from crius.tools.convert.importing import copy_file
 
 _END = "<|endoftext|>"
 _LARGEST = 1 << 22
@@ -38,68 +39,84 @@ def byte_tokenizer() -> dict[str, Any]:
     }
 
 
-def write_tokenizer(folder: Path, weights: Weights, context: int) -> tuple[str, dict[str, Any]]:
-    """Write the files of the tokenizer into ``folder``.
+def write_tokenizer(folder: Path, weights: Weights, *, has_tokenizer: bool = True) -> tuple[str, dict[str, Any]]:
+    """Write the tokenizer and ``generation_config.json`` into ``folder``.
+
+    The latter is that of the source; if it had none, it has the ids in the source's ``config.json``, else those of the
+    tokenizer.
 
     Args:
         folder: folder of the export.
         weights: weights, which name the tokenizer.
-        context: tokens of the longest context.
+        has_tokenizer: False: the tokenizer is left out.
 
     Returns:
-        Description of the tokenizer for people; generation_config.json.
+        Description of the tokenizer for people; its BOS and EOS by their keys in ``config.json``.
 
     Raises:
-        CriusError: a file of it is damaged, or it has more ids than the model has rows.
+        CriusError: there is no tokenizer, a file of it is damaged, or it has more ids than the model has rows.
     """
-    if not weights.tokenizer:
-        return "none: the source has none", {}
-    if weights.tokenizer != "byte" and not Path(weights.tokenizer).expanduser().exists():
-        return f"none: {weights.tokenizer} is not there", {}
-    origin = _copy(folder, weights.tokenizer)
+    about = "none, as asked"
+    ids: dict[str, Any] = {}
+    if has_tokenizer:
+        _check(weights)
+        about, ids = _write(folder, weights)
+    config = weights.said.get(CONFIG, {})
+    own = {key: config[key] for key in (BOS_ID, EOS_ID, "pad_token_id") if config.get(key) is not None}
+    if content := weights.said.get(GENERATION) or (own if EOS_ID in own else ids):
+        (folder / GENERATION).write_bytes(encoded(content))
+    return about, ids
+
+
+def _check(weights: Weights) -> None:
+    path = weights.tokenizer
+    if path == "byte" or (path and Path(path).expanduser().exists()):
+        return
+    raise DataError(
+        f"the tokenizer {path} of {weights.origin} is not there." if path else f"{weights.origin} has no tokenizer.",
+        where="crius export",
+        why="without its tokenizer the exported model reads no text",
+        fix="put its tokenizer.json there; or --no_tokenizer, which exports the weights alone",
+    )
+
+
+def _write(folder: Path, weights: Weights) -> tuple[str, dict[str, Any]]:
+    config = _copy(folder, weights.tokenizer)
     built = build_tokenizer(TokenizerConfig(path=weights.tokenizer, eos_token=weights.eos_token))
     if built.vocab_size > weights.model["vocab_size"]:
         what = f"tokenizer {weights.tokenizer} has {built.vocab_size:,} ids, the model {weights.model['vocab_size']:,}"
         raise ConfigError(f"{what} rows.", where="tokenizer.path", fix="export with the tokenizer of this model")
     spec = json_object((folder / TOKENIZER).read_bytes(), TOKENIZER)
-    config = origin.get(TOKENIZER_CONFIG) or {
+    config = config or {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "eos_token": _spelled(spec, built.eos_id),
         **({"bos_token": _spelled(spec, built.bos_id)} if built.bos_id is not None else {}),
+        "model_max_length": longest_context(weights),
     }
-    config.setdefault("model_max_length", context)
     config.pop("auto_map", None)  # a stranger's code, which nobody should load
     _dump(folder / TOKENIZER_CONFIG, config)
     named = config.get("eos_token")
     end = _ids(spec).get(named.get("content") if isinstance(named, dict) else named)
     ends = list(dict.fromkeys(number for number in (end, built.eos_id) if number is not None))
-    generation = origin.get(GENERATION) or {
-        "bos_token_id": built.bos_id,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends,
-    }
-    _dump(folder / GENERATION, generation)
+    ids: dict[str, Any] = {} if built.bos_id is None else {BOS_ID: built.bos_id}
+    ids[EOS_ID] = ends[0] if len(ends) == 1 else ends
     template = "with a chat template" if weights.chat_template else "no chat template"
-    return f"{weights.tokenizer}: {built.vocab_size:,} ids, {template}", generation
+    return f"{weights.tokenizer}: {built.vocab_size:,} ids, {template}", ids
 
 
-def _copy(folder: Path, path: str) -> dict[str, dict[str, Any]]:
-    """Copy unchanged files; returns the contents of the JSON files that are written again."""
+def _copy(folder: Path, path: str) -> dict[str, Any]:
+    """Copy unchanged files; returns the content of tokenizer_config.json, which is written again."""
     if path == "byte":
         _dump(folder / TOKENIZER, byte_tokenizer())
         return {}
-    place = Path(path).expanduser()
-    beside = place if place.is_dir() else place.parent
-    file = tokenizer_file(path)  # in another folder, if it was converted
-    anew = {}
-    for name in TOKENIZER_FILES:
-        source = file.parent if name == TOKENIZER_CONFIG else beside
-        if name in (GENERATION, TOKENIZER_CONFIG) and (source / name).exists():
-            anew[name] = json_object(read_inside(source, name, _LARGEST), f"{source}/{name}")
-        elif (source / name).exists() and name not in (TOKENIZER, CONFIG):  # the export writes config.json again
-            copy_file(source, name, folder / name)
-    copy_file(file.parent, file.name, folder / TOKENIZER)
-    return anew
+    config = {}
+    for name, place in tokenizer_files(path).items():
+        if name == TOKENIZER_CONFIG:
+            config = json_object(read_inside(place.parent, place.name, _LARGEST), str(place))
+        else:
+            copy_file(place.parent, place.name, folder / name)
+    return config
 
 
 def _ids(spec: Mapping[str, Any]) -> dict[Any, int]:
