@@ -105,6 +105,15 @@ def merged(ranks):
     return states[0] | {"cursors": {key: value for state in states for key, value in state["cursors"].items()}}
 
 
+def test_without_a_state_it_starts_after_the_steps_that_are_done(file):
+    [loader] = loaders(lambda: indexed(file), 1)
+    next(loader)
+    loader.start_at(3)
+    assert next(loader).sample_ids == tuple(range(3 * B, 4 * B))
+    assert loader.step == 4
+    loader.close()
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_the_batch_of_a_step_is_the_same_for_any_number_of_ranks(source, num_ranks, prefetch):

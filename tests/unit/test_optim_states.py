@@ -15,6 +15,7 @@ from crius.config.training import OptimizerConfig
 from crius.models import registry
 from crius.optim import muon, storage
 from crius.optim.build import IMPLEMENTATIONS, build_optimizer, parameter_groups
+from crius.optim.state import to_load, to_save
 from crius.optim.storage import places_of, random_bits, round_to_bfloat16, stream
 
 SMALL = llama(num_layers=2)
@@ -99,6 +100,22 @@ def test_states_in_fewer_bits_train_nearly_as_float32(state_dtype, implementatio
         assert 0 < (parameter - want[name]).norm() / moved < CLOSE[state_dtype], name
     dtypes = {optimizer.state[parameter]["exp_avg"].dtype for parameter in got.values()}
     assert dtypes == {torch.bfloat16 if state_dtype == "bfloat16" else torch.uint8}
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_state_that_is_saved_is_loaded_to_the_last_bit(name, state_dtype):
+    parameters, optimizer = trained(3, name=name, state_dtype=state_dtype)
+    saved = to_save(optimizer, {parameter: key for key, parameter in parameters.items()})
+    names = {parameter: key for key, parameter in toy().items()}
+    other = build({key: parameter for parameter, key in names.items()}, name=name, state_dtype=state_dtype)
+    targets, finish = to_load(other, names, saved)
+    for key, target in targets.items():
+        target.copy_(saved[key])
+    finish()
+    loaded = to_save(other, names)
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
 
 
 def test_small_parameters_keep_float32_moments_in_8_bit_runs():

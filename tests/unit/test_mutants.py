@@ -1,0 +1,46 @@
+"""Small faults that a seed draws: what is changed, what is left alone, and where they are planted."""
+
+import pytest
+from harness import ROOT
+from mutants import ROOMS, changes_in, drawn, paths_of, planted
+
+CHANGES = [
+    ("constant", "x = a[-1]\n", "x = a[-2]\n"),
+    ("constant", "x: float = 0.5\n", "x: float = 1.0\n"),
+    ("comparison", "x = a < 1\n", "x = a >= 1\n"),
+    ("boundary", "x = a < 1\n", "x = a <= 1\n"),
+    ("term", "x = é * (a + b)\n", "x = é * ((a))\n"),
+    ("detach", "x = f(a).detach().b\n", "x = f(a).b\n"),
+    ("swap", "x = a.sum(1)\n", "x = a.mean(1)\n"),
+    ("swap", "x = min(a, b)\n", "x = max(a, b)\n"),
+    ("dim", "x = a.amax(dim=0)\n", "x = a.amax(dim=1)\n"),
+    ("dim", "x = a.softmax(-1)\n", "x = a.softmax(0)\n"),
+    ("return", "def f() -> None:\n    g()\n    h()\n", "def f() -> None:\n    g()\n    return\n"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "changed"), CHANGES)
+def test_a_change_replaces_one_text(kind, text, changed):
+    assert changed in [planted(text, change) for change in changes_in(text) if change.kind == kind]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['raise ValueError(f"{a + 1}")\n', 'log.info("%d", a + 1)\n', "def f(x: Literal[1]) -> int: ...\n", '"1 < 2"\n'],
+)
+def test_messages_and_annotations_are_left_alone(text):
+    assert changes_in(text) == []
+
+
+def test_a_seed_always_draws_the_same_faults():
+    first = drawn("optim", 1, 5)
+    assert first == drawn("optim", 1, 5)
+    assert len(set(first)) == 5
+    assert first != drawn("optim", 2, 5)
+
+
+def test_every_room_has_code_and_tests():
+    assert len(ROOMS) == 12
+    for room in ROOMS:
+        assert (ROOT / "crius" / room).is_dir()
+        assert all((ROOT / name.split("::")[0]).exists() for name in paths_of(room) if not name.startswith("--"))
