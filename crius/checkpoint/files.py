@@ -26,12 +26,14 @@ class Part:
         dtype: name of the dtype in safetensors: F32, BF16, ...
         shape: shape of the tensor.
         data: function that returns the bytes, in C order, little endian. It is called when they are written.
+        check: called with each block of the bytes before it is written; what it raises ends the file.
     """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     data: Callable[[], memoryview]
+    check: Callable[[memoryview], object] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +81,8 @@ def _write_part(part: Part, sink: Sink, whole: Any, beat: Callable[[], None]) ->
     own = Hasher()
     for begin in range(0, view.nbytes, BLOCK_BYTES):
         block = view[begin : begin + BLOCK_BYTES]
+        if part.check:
+            part.check(block)
         own.update(block)
         whole.update(block)
         sink.write(block)

@@ -1,7 +1,7 @@
 """Parameters that cannot be right: numbers that are not finite, and dtypes that are not floating-point. No torch."""
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -57,7 +57,21 @@ def check_dtypes(tensors: Mapping[str, TensorSource], parameters: Iterable[str],
         )
 
 
-def finite(tensors: Mapping[str, TensorSource], parameters: Iterable[str], source: str) -> dict[str, TensorSource]:
+def check_finite(name: str, source: str, dtype: str, data: memoryview) -> None:
+    """Check numbers of a parameter.
+
+    Raises:
+        CheckpointError: some are not finite; names ``name`` and its ``source``, the path of a model.
+    """
+    if not is_finite(data, dtype):
+        raise CheckpointError(
+            f"{name} of {source} has numbers that are not finite.",
+            why="a model that computes with NaN or infinity answers NaN",
+            fix=f"crius import {shlex.quote(source)} DIR --allow_nonfinite, then give DIR; or another checkpoint",
+        )
+
+
+def finite(tensors: Mapping[str, TensorSource], parameters: Collection[str], source: str) -> dict[str, TensorSource]:
     """The tensors of a source. Reading numbers of a parameter that are not finite raises a ``CheckpointError``.
 
     Args:
@@ -65,28 +79,24 @@ def finite(tensors: Mapping[str, TensorSource], parameters: Iterable[str], sourc
         parameters: names of parameters; other tensors are buffers, which may have any numbers.
         source: path of the source, for messages.
     """
+    return {
+        name: _guarded(tensor, partial(check_finite, name, source, tensor.dtype)) if name in parameters else tensor
+        for name, tensor in tensors.items()
+    }
 
-    found = dict(tensors)
-    for name in parameters:
-        tensor = tensors[name]
-        error = CheckpointError(
-            f"{name} of {source} has numbers that are not finite.",
-            why="a model that computes with NaN or infinity answers NaN",
-            fix=f"crius import {shlex.quote(source)} DIR --allow_nonfinite, then give DIR; or another checkpoint",
+
+def _guarded(tensor: TensorSource, check: Callable[[memoryview], None]) -> TensorSource:
+    pieces = [
+        piece._replace(
+            read=partial(_checked, piece.read, check),
+            read_rows=piece.read_rows and partial(_checked, piece.read_rows, check),
         )
-        pieces = [
-            piece._replace(
-                read=partial(_checked, piece.read, tensor.dtype, error),
-                read_rows=piece.read_rows and partial(_checked, piece.read_rows, tensor.dtype, error),
-            )
-            for piece in tensor.pieces
-        ]
-        found[name] = replace(tensor, pieces=tuple(pieces))
-    return found
+        for piece in tensor.pieces
+    ]
+    return replace(tensor, pieces=tuple(pieces))
 
 
-def _checked(read: Callable[..., memoryview], dtype: str, error: CheckpointError, *rows: int) -> memoryview:
+def _checked(read: Callable[..., memoryview], check: Callable[[memoryview], None], *rows: int) -> memoryview:
     data = read(*rows)
-    if not is_finite(data, dtype):
-        raise error
+    check(data)
     return data

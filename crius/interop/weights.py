@@ -133,7 +133,7 @@ def open_weights(
         depth: number of adapters that were trained on these weights.
         adapter: what happens to a PEFT adapter in one folder with weights: merge, keep (apart, but in ``tensors`` it is
             merged) or leave_out; empty: it is refused.
-        allow_nonfinite: parameters may have numbers that are not finite.
+        allow_nonfinite: parameters may have any numbers and dtypes; see ``finite_parameters``.
 
     Raises:
         ConfigError: there is no such source, or its model is unknown to Crius.
@@ -143,11 +143,17 @@ def open_weights(
     if depth > _MOST_BASES:
         raise CheckpointError(f"{path} has adapters of adapters, more than {_MOST_BASES} levels deep.", where=where)
     weights = _opened(path, where, depth, adapter)
-    return weights if depth or allow_nonfinite else guarded(weights, path)
+    if depth or allow_nonfinite:
+        return weights
+    names = finite_parameters(weights, path)
+    adapters = weights.adapters
+    if adapters:
+        adapters = replace(adapters, tensors=finite(adapters.tensors, names, path))
+    return replace(weights, tensors=finite(weights.tensors, names, path), adapters=adapters)
 
 
-def guarded(weights: Weights, path: str) -> Weights:
-    """Return ``weights`` whose parameters raise a ``CheckpointError`` when numbers that are not finite are read.
+def finite_parameters(weights: Weights, path: str) -> frozenset[str]:
+    """The parameters of weights and of their adapters whose numbers must be finite.
 
     Args:
         weights: weights of any source.
@@ -160,11 +166,8 @@ def guarded(weights: Weights, path: str) -> Weights:
     if weights.saved is None:
         check_dtypes(weights.tensors, names, path)
     elif weights.saved.manifest.config.get(NONFINITE):
-        return weights
-    adapters = weights.adapters
-    if adapters:
-        adapters = replace(adapters, tensors=finite(adapters.tensors, adapters.tensors, path))
-    return replace(weights, tensors=finite(weights.tensors, names, path), adapters=adapters)
+        return frozenset()
+    return frozenset({*names, *(weights.adapters.tensors if weights.adapters else ())})
 
 
 def _opened(path: str, where: str, depth: int, adapter: str) -> Weights:

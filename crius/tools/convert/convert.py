@@ -123,9 +123,11 @@ def convert(
         return result
     if not tensors:
         raise CheckpointError(f"{source} has no tensor to convert.", fix="give fewer --skip patterns")
-    readers = {name: _reader(name, tensor, rotary_pairs) for name, tensor in sorted(tensors.items())}
+    parts = [
+        Part(name, tensor.dtype, tensor.shape, _reader(name, tensor, rotary_pairs)) for name, tensor in tensors.items()
+    ]
     state = {"imported": True, "source": f"{foreign.kind}: {source}"}
-    write_checkpoint(open_disk(target), tensors, readers, step, foreign.kind, {}, state)
+    write_checkpoint(open_disk(target), parts, step, foreign.kind, {}, state)
     where = f"{open_disk(target).where}/{step_name(step)}"
     return Imported(foreign.kind, where, step, step_from, result.num_bytes, rows, notes)
 
@@ -214,8 +216,7 @@ def _swapped(heads: np.ndarray[Any, Any]) -> memoryview:
 
 def write_checkpoint(
     disk: Disk,
-    tensors: Mapping[str, Part | TensorSource],
-    readers: Mapping[str, Callable[[], memoryview]],
+    parts: Sequence[Part],
     step: int,
     kind: str,
     config: dict[str, Any],
@@ -225,8 +226,7 @@ def write_checkpoint(
 
     Args:
         disk: folder of checkpoints.
-        tensors: tensors by name in the checkpoint.
-        readers: functions that return the bytes of each tensor.
+        parts: tensors with their names in the checkpoint, in any order.
         step: step of the checkpoint.
         kind: kind of the source.
         config: known settings, by dotted name.
@@ -246,12 +246,13 @@ def write_checkpoint(
         disk.prepare(folder)
         files: dict[str, FileEntry] = {}
         entries: dict[str, TensorEntry] = {}
-        for number, names in enumerate(shares(tensors, sorted(tensors), FILE_BYTES)):
+        by_key = {part.key: part for part in parts}
+        for number, keys in enumerate(shares(by_key, sorted(by_key), FILE_BYTES)):
             name = f"{disk.file_name(f'rank-{number:05d}', attempt)}{SUFFIX}"
-            parts = [Part(key, tensors[key].dtype, tensors[key].shape, readers[key]) for key in names]
-            files[name], places = write_shard(disk, f"{folder}/{name}", parts, lambda: None)
+            share = [by_key[key] for key in keys]
+            files[name], places = write_shard(disk, f"{folder}/{name}", share, lambda: None)
             check_written(disk, folder, name, files[name])
-            for part, (begin, end, digest) in zip(parts, places, strict=True):
+            for part, (begin, end, digest) in zip(share, places, strict=True):
                 chunk = Chunk(name, begin, end, (0,) * len(part.shape), part.shape, digest)
                 entries[part.key] = TensorEntry(part.dtype, part.shape, (chunk,))
         manifest = Manifest(
@@ -280,7 +281,7 @@ def _family(row: KeyRow) -> str:
     return f"{first}.*" if dot else first
 
 
-def shares(tensors: Mapping[str, Part | TensorSource], names: Iterable[str], most: int) -> list[list[str]]:
+def shares(tensors: Mapping[str, Part], names: Iterable[str], most: int) -> list[list[str]]:
     """``names`` per file, in order. A file has at most ``most`` bytes, unless a single tensor has more."""
     found: list[list[str]] = [[]]
     size = 0

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from crius.interop.adapters import Adapters
 from crius.interop.casting import cast
 from crius.interop.foreign import open_inside, read_inside
 from crius.interop.kept import TOKENIZER_FOLDER, encoded
-from crius.interop.weights import NONFINITE, Weights, guarded, open_weights, record_of
+from crius.interop.numbers import check_finite
+from crius.interop.weights import NONFINITE, Weights, finite_parameters, open_weights, record_of
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import write_checkpoint
 from crius.tools.convert.dcp import METADATA
@@ -117,7 +118,8 @@ def import_model(source: str, target: str, *, adapter: str = "", allow_nonfinite
     """
     place = Path(target).expanduser()
     with new_folder(target) as folder:
-        weights, files, note = _opened(source, adapter, allow_nonfinite)
+        weights, files, note = _opened(source, adapter)
+        parameters = finite_parameters(weights, source)
         adapters = _kept(source, weights, adapter)
         (folder / TOKENIZER_FOLDER).mkdir()
         for name, write in files.items():
@@ -140,7 +142,9 @@ def import_model(source: str, target: str, *, adapter: str = "", allow_nonfinite
         parts = []
         for name, tensor in tensors.items():
             dtype = weights.rounds.get(name, tensor.dtype)
-            parts.append(Part(name, dtype, tensor.shape, partial(_read, tensor, dtype)))
+            is_checked = name in parameters and not allow_nonfinite
+            check = partial(check_finite, name, source, dtype) if is_checked else None
+            parts.append(Part(name, dtype, tensor.shape, partial(_read, tensor, dtype), check))
         digest = _write(folder, weights, adapters, parts, config)
     return Import(str(place), weights, adapters, parts, f"{ALGORITHM}:{digest}", about)
 
@@ -167,16 +171,15 @@ def _kept(source: str, weights: Weights, adapter: str) -> Adapters | None:
     return weights.adapters if is_kept else None
 
 
-def _opened(
-    source: str, adapter: str, allow_nonfinite: bool
-) -> tuple[Weights, Mapping[str, Callable[[Path], object]], str]:
-    """The weights of a source, functions that write each file of its tokenizer, and a note on the tokenizer."""
+def _opened(source: str, adapter: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]], str]:
+    """The weights of a source, with any numbers, functions that write each file of its tokenizer, and a note on the
+    tokenizer.
+    """
     path = Path(source).expanduser()
     if path.suffix == SUFFIX and path.exists():
         found = open_gguf(path, "command line")
         texts = {name: (lambda to, text=text: to.write_text(text)) for name, text in found.tokenizer.items()}
-        weights = found.weights if allow_nonfinite else guarded(found.weights, source)
-        return weights, texts, found.note
+        return found.weights, texts, found.note
     if (path / METADATA).exists():
         fix = f"crius checkpoint convert {source} DIR, and --checkpoint.load_path DIR"
         what = "is a checkpoint of torch's DCP, which does not name its model"
@@ -186,7 +189,7 @@ def _opened(
         fix = "give a Hugging Face folder, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
         raise ConfigError(f"there is no {source}.", where="command line", fix=fix)
     place = str(_from_hub(source)) if is_name else source
-    weights = open_weights(place, adapter=adapter, allow_nonfinite=allow_nonfinite)
+    weights = open_weights(place, adapter=adapter, allow_nonfinite=True)
     tokenizer = Path(weights.tokenizer)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     is_file = weights.tokenizer not in ("", "byte")
@@ -262,13 +265,12 @@ def _write(
 ) -> str:
     """Write the checkpoint; returns the hash of its manifest."""
     disk = open_disk(str(folder / CheckpointConfig.folder))
-    tensors = {f"model.{part.key}": part for part in parts}
-    readers = {name: part.data for name, part in tensors.items()}
+    parts = [replace(part, key=f"model.{part.key}") for part in parts]
     state = {"imported": True, "source": weights.origin, "source_kind": weights.kind, "source_digest": weights.digest}
     if weights.folder:
         state["source_folder"] = str(weights.folder.absolute())
     if adapters:
         path = adapters.base["path"]
         state["init_from"] = record_of(open_weights(path, adapter="leave_out"), path)
-    write_checkpoint(disk, tensors, readers, 0, weights.kind, config, state)
+    write_checkpoint(disk, parts, 0, weights.kind, config, state)
     return read_manifest(disk, step_name(0)).digest
