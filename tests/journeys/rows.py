@@ -105,7 +105,7 @@ J2 = [
     Row("crius generate runs/mine --prompt Once", says=("^Once",)),
     Row(
         "crius export runs/mine hf/",
-        says=(r"(\d+) of \1 tensors equal", r"logits +max difference \d\.\de-\d+ x max", "with|no chat template"),
+        says=(r"(\d+) of \1 tensors equal", r"logits +max difference \d\.\de[-+]\d+ x max", "with|no chat template"),
     ),
 ]
 
@@ -159,7 +159,7 @@ J3 = [
     Row(
         "crius export runs/sft hf/",
         needs="from weights to weights",
-        says=("272 of 272 tensors equal", r"logits +max difference \d\.\de-\d+ x max"),
+        says=("272 of 272 tensors equal", r"logits +max difference \d\.\de[-+]\d+ x max"),
     ),
     Row(
         f"crius train --recipe smollm2_lora --checkpoint.init_from smol {_TUNES} --job.run_dir runs/lora",

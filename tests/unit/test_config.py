@@ -508,6 +508,12 @@ def test_no_released_flag_disappears(crius, monkeypatch):
     assert set(now) - set(released) == set(), "new flags: add these lines to tests/golden/flags.txt"
 
 
+def test_a_default_changes_only_with_its_line():
+    """A config that leaves a setting out has another curve once the default changes: say so in the commit message."""
+    released = (GOLDEN / "defaults.txt").read_text().splitlines()
+    assert released == [f"{name} = {value!r}" for name, value in sorted(DEFAULTS.items())]
+
+
 def flags_of(crius, monkeypatch, *verb):
     """Every flag that the help of a verb names at the start of an entry."""
     monkeypatch.setenv("COLUMNS", "300")

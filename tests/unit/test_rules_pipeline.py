@@ -103,6 +103,23 @@ def installed(monkeypatch):
     return install
 
 
+STAGES_PER_RANK = {
+    "gpipe": [1],
+    "1f1b": [1],
+    "interleave_1f1b": [1, 2, 3],
+    "interleave_zero_bubble": [2, 3],
+    "zbv_zero_bubble": [2],
+    "dualpipev": [2],
+}
+
+
+@pytest.mark.parametrize(("schedule", "suiting"), STAGES_PER_RANK.items())
+def test_a_schedule_runs_these_numbers_of_stages_per_rank_and_no_other(schedule, suiting):
+    flags = [PIPELINE, "2", SCHEDULE, schedule, f"{PREFIX}stages_per_rank"]
+    accepted = [each for each in (1, 2, 3) if not [*rules_pipeline.stages_per_rank_suit(facts_of([*flags, str(each)]))]]
+    assert accepted == suiting
+
+
 ZERO_BUBBLE_ROWS = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n"
 
 
