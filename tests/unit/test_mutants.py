@@ -2,7 +2,7 @@
 
 import pytest
 from harness import ROOT
-from mutants import ROOMS, changes_in, drawn, paths_of, planted
+from mutants import ROOMS, changes_in, drawn, planted
 
 CHANGES = [
     ("constant", "x = a[-1]\n", "x = a[-2]\n"),
@@ -41,6 +41,17 @@ def test_a_seed_always_draws_the_same_faults():
 
 def test_every_room_has_code_and_tests():
     assert len(ROOMS) == 12
-    for room in ROOMS:
-        assert (ROOT / "crius" / room).is_dir()
-        assert all((ROOT / name.split("::")[0]).exists() for name in paths_of(room) if not name.startswith("--"))
+    for room, tests in ROOMS.items():
+        files = [path.relative_to(ROOT / "crius" / room).as_posix() for path in (ROOT / "crius" / room).rglob("*.py")]
+        assert files
+        for start, words in tests.items():
+            assert any(file.startswith(start) for file in files), f"no file of {room} begins with {start}"
+            paths = [word if "/" in word else f"tests/unit/{word}.py" for word in words if not word.startswith("--")]
+            assert [path for path in paths if not (ROOT / path.split("::")[0]).exists()] == []
+
+
+def test_no_place_that_a_room_names_hides_a_longer_one():
+    for tests in ROOMS.values():
+        starts = list(tests)
+        assert starts[-1] == ""
+        assert not [(a, b) for number, a in enumerate(starts) for b in starts[number + 1 :] if b.startswith(a)]
