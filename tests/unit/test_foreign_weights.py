@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from crius.checkpoint.load import load_tensors
 from crius.cli import main
 from crius.errors import CheckpointError, ConfigError, CriusError
-from crius.interop import numbers, peft
+from crius.interop import numbers, peft, weights
 from crius.interop.safetensors_file import ADAPTER_FILE, INDEX, WHOLE, said
 from crius.interop.weights import open_weights
 from crius.kernels import choice
@@ -341,6 +341,14 @@ def test_an_adapter_of_peft_is_its_base_with_the_adapter_wherever_a_model_is_tak
         == open_weights(str(adapter)).adapters.tensors["layers.1.attention.wv.lora_B"].read()
     )
     assert open_weights(str(tmp_path / "merged")).adapters is None
+
+
+def test_an_adapter_on_a_model_without_hugging_face_names_is_refused(model, tmp_path, monkeypatch):
+    import_model(str(model), str(tmp_path / "run"))
+    folder = write_adapter(tmp_path / "adapter", tmp_path / "run")
+    monkeypatch.setattr(weights, "families", dict)
+    with pytest.raises(ConfigError, match="llama3, the model of the base, has no Hugging Face names"):
+        open_weights(str(folder))
 
 
 def test_a_run_starts_from_an_adapter_of_peft(adapter, model):
