@@ -99,6 +99,11 @@ class Weights:
         """Flavor and sizes of the model."""
         return {name: value for name, value in self.model.items() if name != "name"}
 
+    @property
+    def allows_nonfinite(self) -> bool:
+        """Whether they were imported with ``--allow_nonfinite``."""
+        return self.saved is not None and bool(self.saved.manifest.config.get(NONFINITE))
+
     @cached_property
     def facts(self) -> ModelDescription:
         """The description of the model."""
@@ -165,7 +170,7 @@ def finite_parameters(weights: Weights, path: str) -> frozenset[str]:
     names = weights.facts.parameter_shapes.keys()
     if weights.saved is None:
         check_dtypes(weights.tensors, names, path)
-    elif weights.saved.manifest.config.get(NONFINITE):
+    elif weights.allows_nonfinite:
         return frozenset()
     return frozenset({*names, *(weights.adapters.tensors if weights.adapters else ())})
 

@@ -238,7 +238,9 @@ def test_a_run_does_not_start_from_a_parameter_that_is_not_finite(poisoned):
         load_tensors(weights.tensors, {BAD: torch.empty(4, 8)})
 
 
-def test_numbers_that_are_not_finite_are_allowed_by_a_flag_and_wherever_its_run_folder_is_read(poisoned, tmp_path):
+def test_numbers_that_are_not_finite_are_allowed_by_a_flag_and_wherever_its_run_folder_is_read(
+    poisoned, tmp_path, capsys
+):
     assert main(["import", str(poisoned), str(tmp_path / "run"), "--allow_nonfinite"]) == 0
     [piece] = open_weights(str(poisoned)).tensors[BAD].pieces
     with pytest.raises(CheckpointError, match="not finite"):
@@ -246,6 +248,8 @@ def test_numbers_that_are_not_finite_are_allowed_by_a_flag_and_wherever_its_run_
     rows = np.frombuffer(piece.read_rows(2, 4), np.float32)
     whole = np.frombuffer(open_weights(str(tmp_path / "run")).tensors[BAD].read(), np.float32)
     assert np.isinf(whole[10]) and whole[16:].tobytes() == rows.tobytes()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    assert "not compared: the model may have numbers that are not finite" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.bool_])
