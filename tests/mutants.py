@@ -218,9 +218,9 @@ def replacements(node: ast.AST, text: str) -> Iterator[tuple[str, ast.AST, ast.A
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         left = ast.unparse(node.left)
         right = ast.unparse(node.comparators[0])
-        for kind, table in (("comparison", TURNED), ("boundary", OFF_BY_ONE)):
+        for table in (TURNED, OFF_BY_ONE):
             if type(node.ops[0]) in table:
-                yield kind, node, node, f"{left} {table[type(node.ops[0])]} {right}"
+                yield "comparison", node, node, f"{left} {table[type(node.ops[0])]} {right}"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div) and is_number(node):
         yield "term", node, node, f"({ast.unparse(node.left)})"
     if isinstance(node, ast.Call):

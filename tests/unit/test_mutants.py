@@ -8,7 +8,7 @@ CHANGES = [
     ("constant", "x = a[-1]\n", "x = a[-2]\n"),
     ("constant", "x: float = 0.5\n", "x: float = 1.0\n"),
     ("comparison", "x = a < 1\n", "x = a >= 1\n"),
-    ("boundary", "x = a < 1\n", "x = a <= 1\n"),
+    ("comparison", "x = a < 1\n", "x = a <= 1\n"),
     ("term", "x = é * (a + b)\n", "x = é * ((a))\n"),
     ("detach", "x = f(a).detach().b\n", "x = f(a).b\n"),
     ("swap", "x = a.sum(1)\n", "x = a.mean(1)\n"),
