@@ -56,6 +56,7 @@ def test_a_dry_run_of_one_step_writes_rows_and_a_table_and_prints_the_table_last
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", ["check", "bench", "ranks"])
 def test_a_dry_run_is_right_in_every_step(name, tmp_path):
     done = call(name, "--dry", timeout=3000, OUT=str(tmp_path / "out"))
