@@ -141,7 +141,7 @@ ROOMS = {
         "plan": ("test_planner_auto", "test_planner_cli"),
         "": ("test_planner_memory", "test_planner_time", "test_planner_auto", "test_planner_runs", "test_planner_cli"),
     },
-    "tools/evaluate": {"": ("test_evaluate",)},
+    "tools/evaluate": {"": ("test_evaluate", "test_lm_eval_tasks")},
 }
 """Tests that a developer of a room runs: files of ``tests/unit``, or words of pytest, by what the paths of the room's
 files begin with. They take at most 25 CPU seconds, on a quiet machine and without those that are ``full``, ``matrix``

