@@ -3,7 +3,7 @@
 from crius.data.chat.template import folder_of
 from crius.data.tokenizer_files import TOKENIZER_CONFIG
 from crius.interop.foreign import read_inside
-from crius.interop.kept import CONFIG, CONTEXT
+from crius.interop.kept import CONFIG, CONTEXT, Origin
 from crius.interop.safetensors_file import json_object
 from crius.interop.weights import Weights
 
@@ -34,6 +34,17 @@ def longest_context(weights: Weights) -> int:
     if scaling and known <= scaling.original_context:
         return int(scaling.factor * scaling.original_context)
     return known
+
+
+def handed_on(weights: Weights) -> Origin:
+    """What belongs to weights, for a run that starts from them or an import of them: with the context that the run of
+    the weights gave them, unless their source names none.
+    """
+    said = weights.said
+    config = said.get(CONFIG, {CONTEXT: 0})
+    if weights.saved and "training.seq_len" in weights.saved.manifest.config and CONTEXT in config:
+        said = {**said, CONFIG: {**config, CONTEXT: longest_context(weights)}}
+    return Origin(weights.tokenizer, said)
 
 
 def _of_tokenizer(path: str) -> int:

@@ -150,6 +150,29 @@ def read_model_settings(
     return str(file), settings
 
 
+def settings_in(content: Mapping[str, Any], family: HuggingFace, name: str) -> dict[str, Any]:
+    """What ``read_model_settings`` makes of the content of a config.json that it accepts."""
+    settings = {"name": name, "flavor": "custom"}
+    wrong = list(_take(content, family, settings, is_float32=True))
+    assert not wrong, wrong
+    return settings
+
+
+def with_changes(content: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with what differs between two results of ``config_of``; all its other keys stay.
+
+    Args:
+        content: the config.json.
+        before: of the model that it describes.
+        now: of the model that it shall describe.
+    """
+    changed = {key: value for key, value in now.items() if before[key] != value}
+    if not changed.keys() & {"rope_theta", "rope_scaling"}:
+        return {**content, **changed}
+    both = {key: now[key] for key in ("rope_theta", "rope_scaling")}
+    return {key: value for key, value in content.items() if key != "rope_parameters"} | changed | both  # it has both
+
+
 def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a model, with the keys that change the computation.
 

@@ -15,6 +15,7 @@ from crius.checkpoint.load import load_tensors
 from crius.checkpoint.plain import NAMES
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
+from crius.interop.context import handed_on
 from crius.interop.initial import open_base, open_initial
 from crius.interop.kept import Origin
 from crius.interop.weights import Weights, record_of
@@ -58,7 +59,7 @@ def load_initial(config: RunConfig, ranks: World, state: TrainState) -> tuple[di
     if (rows := config.model.vocab_size - weights.model["vocab_size"]) > 0:
         log.info("init: %d rows of the vocabulary are missing there: drawn from seed %d", rows, config.debug.seed)
     _log_tokenizer(weights, config)
-    return initial, Origin(weights.tokenizer, weights.said)
+    return initial, handed_on(weights)
 
 
 def load_base(
@@ -106,7 +107,7 @@ def load_base(
         log.info("init: %d linears of this rank rounded to %s", rounded, config.lora.base)
     if not recorded:
         _log_tokenizer(weights, config)
-    return found, Origin(weights.tokenizer, weights.said)
+    return found, handed_on(weights)
 
 
 def _log_dtypes(weights: Weights, targets: Iterable[tuple[str, Tensor]]) -> None:

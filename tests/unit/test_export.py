@@ -24,10 +24,11 @@ from crius.checkpoint.plain import DTYPES
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import CheckpointError, ConfigError, DataError
 from crius.interop.casting import cast
-from crius.interop.context import longest_context
+from crius.interop.context import handed_on, longest_context
 from crius.interop.weights import open_weights
 from crius.models.config import RopeScaling, rope_scaling_text
-from crius.models.registry import SPECS
+from crius.models.huggingface import read_model_settings
+from crius.models.registry import SPECS, families
 from crius.tools.convert import exporting, logits
 from crius.tools.convert.dcp_out import export_dcp
 from crius.tools.convert.exporting import export_model, open_source
@@ -362,6 +363,44 @@ def test_modules_in_the_current_folder_are_not_run(run_dir, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
+    "changes", [{"rope_theta": 7e5}, {"norm_eps": 0.01, "vocab_size": 448}, {"rope_scaling": "none"}]
+)
+def test_a_setting_that_training_changed_is_exported_as_it_is_now(changes, tmp_path):
+    """All else is what the source said, in its words: rope_theta is in rope_parameters there."""
+    weights = open_weights(str(saved_by_transformers(tmp_path / "hf", "llama", rope_parameters=LLAMA3)))
+    said = weights.said["config.json"]
+    model = {**weights.model, **changes}
+    config = exporting.model_config(replace(weights, model=model), SPECS["llama3"].hf, {}, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_model_settings(str(tmp_path), families())[1]
+    assert {key: found[key] for key in changes} == changes
+    assert found["rope_theta"] == model["rope_theta"] and found["head_dim"] == model["head_dim"]
+    words = {"rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "vocab_size", "dtype", "torch_dtype"}
+    assert {key: one for key, one in config.items() if key not in words} == {
+        key: one for key, one in said.items() if key not in words
+    }
+
+
+def weights_with(settings, source, tokenizer):
+    saved = SimpleNamespace(manifest=SimpleNamespace(config=settings))
+    facts = SimpleNamespace(config=SimpleNamespace(rope_scaling=None))
+    return SimpleNamespace(saved=saved, said=source, tokenizer=tokenizer, facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("said", "want"),
+    [
+        ({"config.json": {"max_position_embeddings": 40, "a": 1}}, {"max_position_embeddings": 64, "a": 1}),
+        ({"config.json": {"a": 1}}, {"a": 1}),  # a source that names none
+        ({}, {"max_position_embeddings": 64}),  # a model of one's own
+    ],
+)
+def test_the_context_of_a_run_is_handed_on_to_runs_that_start_from_it(said, want):
+    assert handed_on(weights_with({"training.seq_len": 64}, said, "byte")).said["config.json"] == want
+    assert handed_on(weights_with({}, said, "byte")).said == said, "an import was not trained"
+
+
+@pytest.mark.parametrize(
     ("settings", "said", "named", "want"),
     [
         ({"training.seq_len": 64}, 0, 0, 64),
@@ -376,8 +415,5 @@ def test_modules_in_the_current_folder_are_not_run(run_dir, tmp_path, monkeypatc
 )
 def test_the_longest_context_is_the_one_trained_with_or_that_of_the_source(tmp_path, settings, said, named, want):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": named}))
-    saved = SimpleNamespace(manifest=SimpleNamespace(config=settings))
-    facts = SimpleNamespace(config=SimpleNamespace(rope_scaling=None))
     source = {"config.json": {"max_position_embeddings": said}} if said else {}
-    weights = SimpleNamespace(saved=saved, said=source, tokenizer=str(tmp_path), facts=facts)
-    assert longest_context(weights) == want
+    assert longest_context(weights_with(settings, source, str(tmp_path))) == want

@@ -25,8 +25,8 @@ from crius.interop.casting import FLOATS, cast
 from crius.interop.context import longest_context
 from crius.interop.kept import CONFIG, CONTEXT
 from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
-from crius.interop.weights import Weights, open_weights
-from crius.models.huggingface import HuggingFace, config_of, rows_of
+from crius.interop.weights import Weights, open_weights, settled
+from crius.models.huggingface import HuggingFace, config_of, rows_of, settings_in, with_changes
 from crius.models.registry import IMPORTED, families
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import shares
@@ -293,9 +293,11 @@ def model_config(weights: Weights, family: HuggingFace, ids: Mapping[str, Any], 
     is_own = all(said.get(key) == computed[key] for key in ("model_type", "hidden_size", "num_hidden_layers"))
     config = {**computed, **ids, CONTEXT: 0}
     if is_own:  # auto_map names a stranger's code
-        config = {key: value for key, value in said.items() if key not in ("auto_map", "torch_dtype", "dtype")}
-    changed = {"vocab_size": weights.model["vocab_size"], CONTEXT: longest_context(weights)}
-    config |= {key: value for key, value in changed.items() if key in config}
+        before = config_of(family, settled(settings_in(said, family, weights.model["name"])))
+        config = with_changes(said, before, computed)
+        config = {key: value for key, value in config.items() if key not in ("auto_map", "torch_dtype", "dtype")}
+    if CONTEXT in config:
+        config[CONTEXT] = longest_context(weights)
     config["dtype" if "dtype" in said else "torch_dtype"] = dtype
     return config
 
