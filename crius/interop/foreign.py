@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from crius.checkpoint.manifest import ITEM_BYTES, TORCH_NAMES
 from crius.checkpoint.pieces import Shape, TensorSource
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
+from crius.errors import CheckpointError
 from crius.interop.unpickle import refusal
 
 ITEMSIZE = {name: ITEM_BYTES[name] for name in TORCH_NAMES.values()}
@@ -35,6 +36,20 @@ class Foreign:
     tensors: dict[str, TensorSource]
     values: dict[str, Callable[[], Any]]
     unreadable: dict[str, str]
+
+    def all_tensors(self, where: str) -> dict[str, TensorSource]:
+        """The tensors of a checkpoint whose tensors are all wanted.
+
+        Args:
+            where: path of the checkpoint, for messages.
+
+        Raises:
+            CheckpointError: some are unreadable.
+        """
+        if self.unreadable:
+            key, why = min(self.unreadable.items())
+            raise CheckpointError(f"{key} of {where} and {len(self.unreadable) - 1} more cannot be used.", why=why)
+        return self.tensors
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:

@@ -72,7 +72,7 @@ def origin_of(disk: Disk, manifest: Manifest) -> Origin:
     if place := kept_place(disk, kept):
         return Origin(str(place) if TOKENIZER in kept else path, read_said(place))
     own = Path(disk.where).parent / TOKENIZER_FOLDER
-    is_own = disk.is_local and own.is_dir() and Path(path).name in ("", TOKENIZER_FOLDER)
+    is_own = disk.is_local and own.is_dir() and Path(path).name in ("", "byte", TOKENIZER_FOLDER)
     if is_own and (own / TOKENIZER).is_file():
         path = str(own)
     if TOKENIZER in kept and not is_kept(path, kept):
@@ -83,8 +83,14 @@ def origin_of(disk: Disk, manifest: Manifest) -> Origin:
     if path in ("", "byte") or not Path(path).expanduser().exists():
         return Origin(path)
     # the folder of any other tokenizer may have the config.json of another model
-    names = (CONFIG, GENERATION) if manifest.config.get("checkpoint.init_from") else (GENERATION,)
-    return Origin(path, read_said(folder_of(path), names))
+    folder = folder_of(path)
+    return Origin(path, read_said(folder) if manifest.config.get("checkpoint.init_from") else _ids_said(folder))
+
+
+def _ids_said(folder: Path) -> Said:
+    """What the folder of a tokenizer says about it; all else there is about the model that it came with."""
+    found = read_said(folder, (GENERATION,))
+    return {name: {key: one for key, one in said.items() if key.endswith("_token_id")} for name, said in found.items()}
 
 
 def kept_place(disk: Disk, kept: Mapping[str, FileEntry]) -> Path | None:
@@ -138,7 +144,7 @@ def files_to_keep(path: str, tokenizer: Tokenizer, origin: Origin) -> dict[str, 
     files = read_tokenizer_files(path)
     said = origin.said
     if not said and files:
-        said = read_said(folder_of(path), (GENERATION,))
+        said = _ids_said(folder_of(path))
     elif path != origin.tokenizer and _content(path) != _content(origin.tokenizer):
         said = {name: {**content, **_other_ids(content, tokenizer)} for name, content in said.items()}
     return files | {name: encoded(content) for name, content in said.items()}

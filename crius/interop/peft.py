@@ -57,7 +57,7 @@ def read_peft(
         family: Hugging Face's names of the base.
 
     Raises:
-        CheckpointError: the tensors are missing or damaged.
+        CheckpointError: tensors are missing, damaged or of an unknown dtype.
     """
     modules = {name: family.translated(f"{name}.weight").removesuffix(".weight") for name in block_linears(model)}
     ours = {
@@ -65,7 +65,7 @@ def read_peft(
         for name, module in modules.items()
         for part in ("lora_A", "lora_B")
     }
-    foreign = read_safetensors(folder / ADAPTER_FILE).tensors
+    foreign = read_safetensors(folder / ADAPTER_FILE).all_tensors(str(folder))
     tensors = {ours.get(key, key): tensor for key, tensor in foreign.items()}
     adapted = {name.rpartition(".lora_")[0] for name in tensors}
     names = tuple(name for name, module in modules.items() if name in adapted or _is_listed(module, content))

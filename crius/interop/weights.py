@@ -222,7 +222,7 @@ def _of_checkpoint(path: str, where: str, depth: int) -> Weights:
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith("model.")}
     tensors = {key.removeprefix("model."): tensor for key, tensor in stored(disk, name, entries).items()}
     place = f"{disk.where}/{name}"
-    model = _saved_model(manifest, place)
+    model = saved_model(manifest, place)
     saved = Saved(disk, name, manifest)
     told = dict[str, Any]()
     origin = origin_of(disk, manifest)
@@ -284,7 +284,7 @@ def _base_of(adapters: Adapters, model: Mapping[str, Any], place: str, where: st
     return base
 
 
-def _saved_model(manifest: Manifest, where: str) -> dict[str, Any]:
+def saved_model(manifest: Manifest, where: str) -> dict[str, Any]:
     """Settings of ``[model]`` of a checkpoint, with the sizes of its flavor."""
     saved = {key.removeprefix("model."): value for key, value in manifest.config.items() if key.startswith("model.")}
     spec = find_spec(str(saved.get("name")))
@@ -454,10 +454,8 @@ def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str)
             differs.
     """
     family = families()[model["name"]]
-    if foreign.unreadable:
-        key, why = min(foreign.unreadable.items())
-        raise CheckpointError(f"{key} of {where} and {len(foreign.unreadable) - 1} more cannot be used.", why=why)
-    there = {key: tensor for key, tensor in foreign.tensors.items() if not key.endswith(_DERIVED)}
+    tensors = foreign.all_tensors(where)
+    there = {key: tensor for key, tensor in tensors.items() if not key.endswith(_DERIVED)}
     if prefix := _WRAPPERS.match(os.path.commonprefix(list(there))):
         said(f"{where}: all names of tensors begin with {prefix[0]}, which is left out")
         there = {key.removeprefix(prefix[0]): tensor for key, tensor in there.items()}

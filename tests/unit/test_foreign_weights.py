@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -252,6 +253,12 @@ def test_numbers_that_are_not_finite_are_allowed_by_a_flag_and_wherever_its_run_
     assert "not compared: the model may have numbers that are not finite" in capsys.readouterr().out
 
 
+def test_an_import_of_numbers_that_may_be_not_finite_says_so_in_its_turn(poisoned, tmp_path):
+    import_model(str(poisoned), str(tmp_path / "first"), allow_nonfinite=True)
+    import_model(str(tmp_path / "first"), str(tmp_path / "second"))
+    assert np.isinf(np.frombuffer(open_weights(str(tmp_path / "second")).tensors[BAD].read(), np.float32)).any()
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.bool_])
 def test_parameters_of_integers_are_refused_and_all_are_named(dtype, tmp_path, capsys):
     tensors = tensors_of()
@@ -449,6 +456,27 @@ def test_an_export_names_a_base_that_peft_can_open_and_crius_reads_it_back(adapt
     write_model(model, tensors_of(1))
     base = base_of(weights.adapters)
     assert (base.name, base.folder) == (str(tmp_path / "imported"), "")
+
+
+def test_an_adapter_on_an_adapter_is_not_exported_for_peft(adapter, tmp_path):
+    """PEFT would open the inner one as a model, and leave it out."""
+    adapters = open_weights(str(adapter)).adapters
+    outer = replace(adapters, base={**adapters.base, "path": str(adapter)})
+    with pytest.raises(ConfigError, match="is an adapter itself") as error:
+        base_of(outer)
+    assert error.value.fix.startswith("--format hf")
+
+
+def test_an_adapter_with_a_tensor_of_an_unknown_dtype_is_refused(adapter):
+    file = adapter / ADAPTER_FILE
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + length])
+    key = next(key for key in header if key.endswith("lora_B.weight"))
+    header[key]["dtype"] = "F4_NEW"
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + file.read_bytes()[8 + length :])
+    with pytest.raises(CheckpointError, match="a Crius checkpoint cannot hold F4_NEW"):
+        open_weights(str(adapter))
 
 
 @pytest.mark.parametrize("way", ["", "merge", "keep", "leave_out"])

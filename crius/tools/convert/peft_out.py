@@ -117,10 +117,16 @@ def base_of(adapters: Adapters) -> Base:
     """The base of ``adapters``. An imported checkpoint has the bits of the folder that it was imported from.
 
     Raises:
-        CriusError: the base cannot be opened.
+        CriusError: the base cannot be opened, here or by PEFT.
     """
     path = adapters.base["path"]
     weights = open_weights(path, adapter="leave_out")
+    if weights.kind == "PEFT":
+        raise ConfigError(
+            f"the base of these adapters, {path}, is an adapter itself, which PEFT opens without adding both.",
+            where="--format peft",
+            fix="--format hf, which exports the sum",
+        )
     folder = weights.folder if weights.kind == "Hugging Face" else None
     if weights.saved:
         state = read_state(*weights.saved)
