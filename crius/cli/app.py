@@ -84,7 +84,8 @@ def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
 
     weights = open_weights(path, where)
     brought = {f"model.{name}": value for name, value in weights.model.items()}
-    return brought | ({"tokenizer.path": weights.tokenizer} if weights.tokenizer else {})
+    tokenizer = {"tokenizer.path": weights.tokenizer, "tokenizer.eos_token": weights.eos_token}
+    return brought | {name: value for name, value in tokenizer.items() if value}
 
 
 SOURCES = RunSources(

@@ -194,16 +194,20 @@ class RunSources:
 
     def _spread_weights(self, named: Mapping[str, Argument]) -> Iterator[CriusError]:
         """Give the model and the tokenizer of ``checkpoint.init_from`` to arguments that are not set; a recipe is
-        weaker. If a flavor was given, the sizes are the flavor's.
+        weaker. If a flavor was given, the sizes are the flavor's; rotary frequencies are those of the weights.
         """
         token = next(iter(named[INIT_FROM].tokens), None) if INIT_FROM in named else None
         if token is None or not token.value:
             return
         _leave_open(named)
-        brought = ("model.name", "model.flavor", *(f"model.{size}" for size in (*TAKEN, *OF_EXPERTS)), "tokenizer.path")
+        sizes = (
+            ()
+            if named["--model.flavor"].tokens
+            else ("model.flavor", *(f"model.{size}" for size in (*TAKEN, *OF_EXPERTS)))
+        )
+        tokenizer = () if named["--tokenizer.path"].tokens else ("tokenizer.path", "tokenizer.eos_token")
+        brought = dict.fromkeys(("model.name", *sizes, "model.rope_scaling", *tokenizer))
         wanted = [name for name in brought if not named[f"--{name}"].tokens]
-        if named["--model.flavor"].tokens:
-            wanted = [name for name in wanted if name in ("model.name", "tokenizer.path")]
         if not wanted:
             return
         folder = next(iter(named["--job.run_dir"].tokens), None)

@@ -12,7 +12,7 @@ from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
-from crius.config.changes import FIRST_BOUNDARIES, changes, check_changes
+from crius.config.changes import FIRST_BOUNDARIES, Change, changes, check_changes
 from crius.config.data import TokenizerConfig
 from crius.config.lora import target_names
 from crius.config.pipeline import microbatch_unit, settle_stages, splits_backward
@@ -27,6 +27,7 @@ from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentEr
 from crius.host import Machine
 from crius.interop.initial import INIT_FROM, open_base, open_initial
 from crius.interop.kept import is_kept, kept_place
+from crius.interop.weights import saved_model, settled
 from crius.models.adapted import Adapted
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
@@ -360,12 +361,14 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
                 "measure a run that saves nothing",
             )
         return
-    if not found.is_import:
+    if found.is_import:
+        differences = _of_model(found, config)
+    else:
         saved = settings_to_compare(found.disk, found.manifest, config.tokenizer.path)
         differences = changes(saved, shown(config))
-        check_changes(differences, config.checkpoint.allow_changes, found.where)
-        if config.lora.is_on and found.initial:
-            open_base(config, found.initial)
+    check_changes(differences, config.checkpoint.allow_changes, found.where)
+    if config.lora.is_on and found.initial and not found.is_import:
+        open_base(config, found.initial)
     if not found.is_own:
         check_steps_left(found.manifest.step, config)
 
@@ -437,3 +440,16 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
         is_import = bool(state.get("imported"))
         return _Resumed(folder.disk, manifest, is_import, place == own, state.get("init_from", {}))
     return None
+
+
+def _of_model(found: _Resumed, config: RunConfig) -> list[Change]:
+    """What the model of a run has otherwise than that of an import; an import from other trainers names no model."""
+    if "model.name" not in found.manifest.config:
+        return []
+    theirs = saved_model(found.manifest, found.where)
+    ours = settled({"name": config.model.name, "flavor": config.model.flavor, **config.model.sizes})
+    return [
+        Change(f"model.{name}", value, ours.get(name), "refuse")
+        for name, value in theirs.items()
+        if name != "flavor" and ours.get(name) != value
+    ]

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from crius.models.config import rope_scaling_of
 from crius.models.layers import float32_frequencies
 from crius.models.registry import build
 from crius.tools.convert import exporting, importing
-from crius.train.inputs import describe_model, open_initial
+from crius.train.inputs import check_resume, describe_model, open_initial
 
 pytest.importorskip("transformers")
 
@@ -287,6 +288,38 @@ def test_the_mark_of_an_import_goes_with_its_weights(folder, tmp_path, monkeypat
     assert main(["config", "show", "--checkpoint.init_from", places[0]]) == 0
     assert '"frequencies": "float32"' in capsys.readouterr().out.replace("\\", "")
     assert not describe_model(parse(["--model.from_hf", str(folder)])).config.rope_float32
+
+
+def test_a_flavor_beside_weights_leaves_them_their_frequencies(original):
+    assert parse(["--checkpoint.init_from", str(original), "--model.flavor", "debug"]).model.rope_scaling == MARK
+
+
+@pytest.mark.parametrize("tokenizer", ["", "byte"])
+def test_what_a_run_was_told_goes_with_its_tokenizer_into_runs_and_imports(tokenizer, original, tmp_path, monkeypatch):
+    """The token that ends a text, and what the source of its weights said."""
+    found = open_weights(str(original))
+    told = replace(found, eos_token="z", tokenizer=tokenizer or found.tokenizer, folder=None)
+    monkeypatch.setattr("crius.interop.weights.open_weights", lambda *_, **__: told)
+    monkeypatch.setattr(importing, "open_weights", lambda *_, **__: told)
+    flags = ["--checkpoint.init_from", str(original)]
+    assert parse(flags).tokenizer.eos_token == "z"
+    assert parse([*flags, "--tokenizer.path", "elsewhere"]).tokenizer.eos_token == ""
+    importing.import_model(str(original), str(tmp_path / "run"))
+    again = open_weights(str(tmp_path / "run"))
+    assert (again.eos_token, again.said) == ("z", found.said)
+    assert again.tokenizer == (tokenizer or str(tmp_path / "run" / "tokenizer"))
+
+
+def test_a_run_from_the_checkpoint_of_an_import_has_its_model(original, tmp_path):
+    assert main(["import", str(original), str(tmp_path / "run")]) == 0
+    flags = ["--config", str(tmp_path / "run/run.toml"), "--checkpoint.load_path", str(tmp_path / "run/checkpoints")]
+    check_resume(parse(flags), tmp_path / "new")
+    other = [*flags, "--model.rope_theta", "7e5", "--model.rope_scaling", "none"]
+    with pytest.raises(
+        ConfigError, match=r"(?s)model.rope_theta: .* -> 700000.0.*model.rope_scaling: .*float32.* -> none"
+    ):
+        check_resume(parse(other), tmp_path / "new")
+    check_resume(parse([*other, "--checkpoint.allow_changes", "model.rope_*"]), tmp_path / "new")
 
 
 def test_a_run_from_before_the_mark_goes_on_without_it(original):

@@ -124,12 +124,13 @@ def test_an_eos_of_the_source_stays_unless_it_ends_no_text_for_the_tokenizer_of_
 def test_a_tokenizer_is_kept_under_its_usual_name_and_with_the_files_beside_it(tmp_path):
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").rename(tmp_path / "my.json")
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7, "max_length": 4, "temperature": 0.6}')
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 9}')  # of another model, maybe
     path = str(tmp_path / "my.json")
     kept = files_to_keep(path, build_tokenizer(TokenizerConfig(path=path)), Origin())
     assert kept.keys() == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert kept["tokenizer.json"] == (tmp_path / "my.json").read_bytes()
+    assert json.loads(kept["generation_config.json"]) == {"eos_token_id": 7}, "the rest is about its model"
 
 
 def test_a_converted_tokenizer_is_kept_as_it_was_converted(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from crius.data.tokenizer_files import (
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.interop.adapters import Adapters
 from crius.interop.casting import cast
+from crius.interop.context import handed_on
 from crius.interop.foreign import open_inside, read_inside
 from crius.interop.kept import TOKENIZER_FOLDER, encoded
 from crius.interop.numbers import check_finite
@@ -124,7 +125,7 @@ def import_model(source: str, target: str, *, adapter: str = "", allow_nonfinite
         (folder / TOKENIZER_FOLDER).mkdir()
         for name, write in files.items():
             write(folder / TOKENIZER_FOLDER / name)
-        for name, content in weights.said.items():
+        for name, content in handed_on(weights).said.items():
             (folder / TOKENIZER_FOLDER / name).write_bytes(encoded(content))
         about = _tokenizer(folder, weights.model["vocab_size"], note)
         tables: dict[str, dict[str, Any]] = {"model": dict(weights.model)}
@@ -134,9 +135,11 @@ def import_model(source: str, target: str, *, adapter: str = "", allow_nonfinite
             tables["tokenizer"] = {"path": str(place.absolute() / TOKENIZER_FOLDER)}
         elif weights.tokenizer == "byte":
             tables["tokenizer"] = {"path": "byte"}
+        if weights.eos_token and "tokenizer" in tables:
+            tables["tokenizer"]["eos_token"] = weights.eos_token
         (folder / "run.toml").write_text(f"# {ascii(weights.origin)[1:-1]}\n" + tomli_w.dumps(tables))
         config = {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}
-        if allow_nonfinite:
+        if allow_nonfinite or weights.allows_nonfinite:
             config[NONFINITE] = True
         tensors = adapters.tensors if adapters else weights.tensors
         parts = []
