@@ -104,7 +104,7 @@ def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> It
         choose: function from the existing columns to the columns to read; it raises if a column is missing.
 
     Raises:
-        DataError: the file is damaged, or not parquet.
+        DataError: the file is damaged, or not parquet, or has a time that Python lacks.
         EnvironmentError: pyarrow is missing.
     """
     try:
@@ -120,12 +120,12 @@ def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> It
                 for row in batch.to_pylist():
                     number += 1
                     yield row, number
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(
             f"{file} cannot be read as parquet: {error}.",
             where=f"{file}, row {number + 1}",
             why=f"the {number:,} rows before it were read" if number else "no row was read",
-            fix="download the file again",
+            fix="download the file again if it is damaged, or write its dates and durations as text",
         ) from error
 
 

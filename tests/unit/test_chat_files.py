@@ -246,12 +246,39 @@ def test_parquet_has_what_its_rows_have_and_no_more(tmp_path):
     assert [found.where for found in (plain, second)] == [f"{file}, row 1", f"{file}, row 3"]
 
 
-def test_what_a_template_cannot_take_is_named_in_a_message_of_parquet(tmp_path):
-    for value in (datetime.datetime(2024, 1, 2), b"x", decimal.Decimal("1.5")):
-        file = parquet(tmp_path / "a.parquet", [{"messages": [HI[0] | {"at": value}, HI[1] | {"at": value}]}])
-        with pytest.raises(DataError, match=f"'at' of message 1 is of type {type(value).__name__}") as caught:
-            read(file, source="parquet")
-        assert caught.value.where == f"{file}, row 1"
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"at": datetime.datetime(2024, 1, 2)}, "'at' of message 1 is of type datetime"),
+        ({"at": b"x"}, "'at' of message 1 is of type bytes"),
+        ({"at": decimal.Decimal("1.5")}, "'at' of message 1 is of type Decimal"),
+        ({"role": b"x"}, "message 1 has the unknown role b'x'"),
+        ({"content": b"x"}, "the content of message 1 is no JSON value"),
+        ({"weight": decimal.Decimal(2)}, "message 1 has the weight"),
+        ({"weight": decimal.Decimal(0), "train": True}, 'message 1 says .* it is not: {"weight": 0, "train": true}'),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
+)
+def test_what_json_lacks_is_named_in_a_message_of_parquet(told, words, tmp_path):
+    file = parquet(tmp_path / "a.parquet", [{"messages": [HI[0] | told, HI[1] | told]}])
+    with pytest.raises(DataError, match=words) as caught:
+        read(file, source="parquet")
+    assert caught.value.where == f"{file}, row 1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "value"), [("date32", (), 10**8), ("timestamp", ("us",), 10**18), ("duration", ("s",), 2**62)]
+)
+def test_a_time_of_parquet_that_python_lacks_is_an_error(kind, unit, value, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    times = pa.array([value], getattr(pa, kind)(*unit))
+    message = pa.StructArray.from_arrays([pa.array(["user"]), times], ["role", "content"])
+    pq.write_table(pa.table({"messages": pa.ListArray.from_arrays([0, 1], message)}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="cannot be read as parquet") as caught:
+        read(tmp_path / "a.parquet", source="parquet")
+    assert "as text" in caught.value.fix
 
 
 def test_a_bad_row_of_parquet_is_named(tmp_path):

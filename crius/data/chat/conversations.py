@@ -239,7 +239,7 @@ def _take_marks(message: dict[str, Any], what: str, where: str) -> None:
     votes = {value == _MARKS[key] for key, value in said.items()}
     if len(votes) > 1:
         raise DataError(
-            f"{what} says that it is trained on, and that it is not: {json.dumps(said)}.",
+            f"{what} says that it is trained on, and that it is not: {json.dumps(said, default=int)}.",
             where=where,
             fix="keep one of these keys, or make them agree",
         )
