@@ -205,6 +205,35 @@ def test_keys_that_nothing_uses_are_counted_in_one_line(tokenizer, caplog):
     assert "messages" not in caplog.text
 
 
+READS = {
+    "text": ("<|im_start|>kind", False),
+    "a comment": ("{# kind #}", False),
+    "a comparison": ("{{ message.role == 'kind' or message.role in ['kind'] }}", False),
+    "a value": ("{% set role = 'kind' %}{{ '[kind]' }}{{ messages[1:] and messages[0] }}", False),
+    "a variable": ("{% set kind = 1 %}{{ kind }}", False),
+    "an error": ("{{ raise_exception('roles of a kind') if false }}", False),
+    "an attribute": ("{{ message.kind }}", True),
+    "an item": ("{{ 1 if message['role'] == message['kind'] }}", True),
+    "get": ("{{ message.get('kind', 1) }}", True),
+    "in": ("{{ 'kind' in message }}", True),
+    "a filter": ("{{ message | attr('kind') }}", True),
+    "a keyword": ("{{ messages | map(attribute='kind.name') | list }}", True),
+    "an item by name": ("{% set key = 'kind' %}{{ message[key] }}", True),
+    "items by name": ("{% for key in ['kind', 'name'] %}{{ message[key] }}{% endfor %}", True),
+    "a macro": ("{% macro f(key) %}{{ messages[0][key] }}{% endmacro %}{{ f('kind') }}", True),
+    "a generation block": ("{% generation %}{{ message.kind }}{% endgeneration %}", True),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_key_of_messages_is_used_where_the_code_of_the_template_can_read_it(what, tokenizer, caplog):
+    part, is_used = READS[what]
+    said = (dict(role="user", content="Hi", kind="x"), dict(role="assistant", content="Ho"))
+    encoder = ChatEncoder(tokenizer, before_turns(part), NAMES, DataConfig())
+    list(encoder.counted([Conversation(said, None, "row")]))
+    assert ("'kind' of messages (1)" not in caplog.text) == is_used
+
+
 def test_a_template_that_leaves_out_tool_calls_is_named_once(encode, caplog):
     chat = [
         dict(role="user", content="a"),

@@ -91,7 +91,8 @@ class ChatEncoder:
 
     def counted(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
         """The conversations; after the last one, a line counts the keys that neither Crius nor the template uses."""
-        used = {"role", "content", "weight", *re.findall(r"\w+", self._template)}
+        with self._renderer() as renderer:
+            used = {"role", "content", "weight", *renderer.keys}
         takes_all = re.search(r"for (\w+) in messages(?s:.*)\b\1( *\| *tojson|\.items)", self._template)
         unused = Counter[str]()
         for chat in conversations:
@@ -111,8 +112,7 @@ class ChatEncoder:
                 names the conversation, the turn and the template's error.
             EnvironmentError: jinja2 is missing.
         """
-        fix = "leave out --data.format chat"
-        with Renderer(self._template, self._special, self._names, is_dated=False, fix=fix) as renderer:
+        with self._renderer() as renderer:
             for batch in _batches(conversations):
                 tasks = [_task(chat) for chat in batch]
                 rendered = list(zip(batch, renderer.render(tasks), strict=True))
@@ -127,6 +127,9 @@ class ChatEncoder:
                             fix="correct chat_template.jinja in the folder of the tokenizer",
                         )
                     yield ChatSample(text.ids, self._mask(chat, answer, text))
+
+    def _renderer(self) -> Renderer:
+        return Renderer(self._template, self._special, self._names, is_dated=False, fix="leave out --data.format chat")
 
     def _check(self, chat: Conversation, answer: Rendered) -> None:
         """Refuse conversations without a mask. Count conversations that contain special tokens."""

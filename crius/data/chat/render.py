@@ -2,8 +2,9 @@
 
 It imports nothing of Crius and is started by ``crius.data.chat.renderer``. It reads JSON, one value per line. The first
 line has the arguments of ``Template`` and the limits ``cpu_seconds`` per task and ``memory_bytes``; the answer is
-``{}``. The following lines are lists of tasks. A task has ``messages`` and ``tools``, ``prompt`` if the text up to the
-assistant's answer is wanted, and ``others``, places of messages whose text is wanted although another role says them.
+``{"keys"}``. The following lines are lists of tasks. A task has ``messages`` and ``tools``, ``prompt`` if the text up
+to the assistant's answer is wanted, and ``others``, places of messages whose text is wanted although another role says
+them.
 The process writes one line per task: ``{"text", "spans"}`` or ``{"error", "turn"}``. ``spans`` has ``[message, start,
 end]`` in characters of the text: the text of the assistant, or of another one, in that message, with its end of turn.
 Message -1 means that the message is unknown.
@@ -55,6 +56,9 @@ class Template:
         task: object with ``template``, ``tokens`` such as ``bos_token`` by name, ``special``, the texts of all special
             tokens of the tokenizer, and ``date``, today's date in ISO format; null for the clock's date.
 
+    Attributes:
+        keys: names that the template's code can read from a message.
+
     Raises:
         Exception: any error of the template.
     """
@@ -65,6 +69,7 @@ class Template:
         self.special = list(task["special"])
         today = datetime.datetime.fromisoformat(task["date"]) if task["date"] else None
         environment, self._marks = _environment(today)
+        self.keys = _keys(environment.parse(self.source))
         self._template = environment.from_string(self.source)
         self.has_generation = self._marks.has_generation
 
@@ -232,6 +237,18 @@ class Template:
         raise Refused("the text up to the message does not begin the whole text, or the message is left out", turn)
 
 
+def _keys(tree: nodes.Template) -> list[str]:
+    """Attributes, items and arguments in the code of a template. Its text, and values that it compares, are no keys."""
+    places: tuple[type[nodes.Node], ...] = (nodes.Getitem, nodes.Call, nodes.Filter, nodes.Keyword, nodes.Compare)
+    if any(isinstance(item.arg, nodes.Name) for item in tree.find_all(nodes.Getitem)):
+        places += (nodes.Assign, nodes.List, nodes.Tuple)  # what such a name can stand for
+    found = [node.attr for node in tree.find_all(nodes.Getattr)]
+    for node in tree.find_all(places):
+        values = (child.value for child in node.iter_child_nodes() if isinstance(child, nodes.Const))
+        found += [str(value).partition(".")[0] for value in values]  # a filter takes the path of an attribute
+    return found
+
+
 def _is_inside(start: int, end: int, extent: tuple[int, int] | None) -> bool:
     return extent is not None and extent[0] <= start <= end <= extent[1]
 
@@ -365,7 +382,7 @@ def main() -> None:
     except Exception as error:  # see _answer
         _write(_error(error))
         return
-    _write({})
+    _write({"keys": template.keys})
     for line in sys.stdin:
         for wanted in json.loads(line):
             _limit(task["cpu_seconds"])

@@ -54,6 +54,9 @@ class Renderer:
         is_dated: ``strftime_now`` in the template returns today's date; else always the same date.
         fix: remedy for error messages.
 
+    Attributes:
+        keys: names that the template's code can read from a message.
+
     Raises:
         EnvironmentError: jinja2 is missing.
     """
@@ -79,7 +82,9 @@ class Renderer:
         task = {"template": template, "tokens": dict(tokens), "special": list(special), "date": date, **_LIMITS}
         try:
             self._write(task)
-            self._flaw = str(self._read().get("error", ""))
+            answer = self._read()
+            self._flaw = str(answer.get("error", ""))
+            self.keys = frozenset(answer.get("keys", ()))
         except BaseException:
             self.close()
             raise
