@@ -23,7 +23,7 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.plain import NAMES
 from crius.checkpoint.save import Place, Saver
 from crius.config.changes import changes, check_changes
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.loader import BatchLoader
 from crius.data.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.ledger import TimeLedger
 from crius.optim import state as optimizer_state
+from crius.optim.build import WarmupStableDecay
 from crius.shards import named_buffers, named_parameters, named_state, plain
 from crius.train.build import Job
 from crius.train.guard import UpdateGuard
@@ -191,17 +192,33 @@ class Checkpoints:
         return dict(ledger["seconds"]) if is_ours else {}
 
     def say_lr(self, config: RunConfig) -> None:
-        """Log the learning rate before and after the resume, unless the schedule continues as it was.
+        """Log the first learning rate that the resume changes, unless the schedule continues as it was.
 
         Args:
-            config: the run, with as many steps as its epochs have left.
+            config: the run, with as many steps as its epochs have left; further checkpoints keep it.
         """
+        self._config = config
+        found = self.found
         state = self._parts.state
         step = state.step
         lr = state.next_lr(config.optimizer.lr)
-        saved = self.found.state.get("lr", {}) if self.found else {}
-        if self._ranks.rank == 0 and saved.get("next", lr) != lr and step < config.training.steps:
+        if found is None or "lr" not in found.state or self._ranks.rank or step >= config.training.steps:
+            return
+        if found.state["lr"].get("next", lr) != lr:
             log.warning("resume: learning rate %.4g in step %d -> %.4g in step %d", state.lr, step, lr, step + 1)
+            return
+        with contextlib.suppress(ArithmeticError, LookupError, TypeError, ValueError):  # what a manifest may have
+            names = ("optimizer.lr", "training.steps", "lr_scheduler.")
+            saved = found.manifest.config.items()
+            old = replace_fields(RunConfig(), {name: value for name, value in saved if name.startswith(names)})
+            schedule = WarmupStableDecay(old.lr_scheduler, old.training.steps)
+            for later in range(step, min(old.training.steps, config.training.steps)):
+                update = state.updates + later - step
+                before = old.optimizer.lr * schedule.factor(update)
+                lr = config.optimizer.lr * state.schedule.factor(update)
+                if before != lr:
+                    log.warning("resume: learning rate of step %d: %.4g -> %.4g", later + 1, before, lr)
+                    return
 
     def poll(self) -> tuple[bool, bool]:
         """Whether a checkpoint is due by rank 0's clock, and whether too many saves failed. Takes no time."""

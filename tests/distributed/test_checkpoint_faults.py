@@ -175,6 +175,13 @@ def test_settings_that_change_the_curve_are_said_and_taken(tmp_path):
     assert before != now
 
 
+def test_a_schedule_that_changes_after_the_next_step_is_said_with_the_first_step_that_it_changes(tmp_path):
+    mine = ("--checkpoint.interval", "2", "--lr_scheduler.warmup_steps", "1", "--lr_scheduler.decay_ratio", "0.5")
+    train(flags("1", *mine, steps=4), tmp_path)
+    train(flags("1", *mine, "--checkpoint.load_step", "2", steps=8), tmp_path)
+    assert "resume: learning rate of step 4: 0.00275 -> 0.005\n" in log_of(tmp_path)
+
+
 def test_other_data_is_refused(tmp_path, capfd):
     text = tmp_path / "text.txt"
     shutil.copy(TEXT, text)
