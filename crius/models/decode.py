@@ -91,7 +91,11 @@ class Cache:
         self._unit = unit
 
     def read(self, tokens_BT: Tensor) -> Tensor:
-        """Logits ``(B, V)`` of the token after the last of ``tokens_BT``."""
+        """Logits ``(B, V)`` of the token after the last of ``tokens_BT``.
+
+        Raises:
+            PlanError: a block does not call its attention, so that no keys and values are kept.
+        """
         count = tokens_BT.shape[1]
         read_BT = F.pad(tokens_BT, (0, -count % self._unit))  # the next tokens overwrite the slots of this padding
         slots_T = torch.arange(self.length, self.length + read_BT.shape[1], device=tokens_BT.device)
@@ -100,9 +104,20 @@ class Cache:
             positions_BT = (positions_BT - self._first_B[:, None]).clamp(min=0)
         self.mask = self._mask(slots_T)
         hidden_BTD = self._model.hidden(read_BT, positions_BT)
+        if self.length == 0:
+            self._check()
         self.length += count
         logits_BV: Tensor = self._model.output(hidden_BTD, partial(self._logits, place=count - 1))
         return logits_BV
+
+    def _check(self) -> None:
+        for name, module in self._model.named_modules():
+            if isinstance(module, CachedAttention) and module.kept is None:
+                raise PlanError(
+                    f"{name} got no keys of the prompt.",
+                    why="the block computes its attention without it, so that later tokens would not see earlier ones",
+                    fix=_FIX,
+                )
 
     def _mask(self, slots_T: Tensor) -> Tensor | None:
         first_B = self._first_B

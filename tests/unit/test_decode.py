@@ -12,7 +12,7 @@ from crius.kernels import choice
 from crius.kernels.cpu.linear import store_by_columns
 from crius.models import registry
 from crius.models.decode import cached, generate, sample
-from crius.models.layers import CausalAttention, Linear
+from crius.models.layers import Attention, CausalAttention, Linear
 
 SIZES = {"num_layers": 2, "dim": 48, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 64, "vocab_size": 80}
 MODELS = {
@@ -110,6 +110,18 @@ def test_attention_of_another_kind_is_refused(inner, said):
     model.layers["1"].attention.inner = inner
     with pytest.raises(PlanError, match=said), cached(model, 4):
         pass
+
+
+class OwnAttention(Attention):
+    def forward(self, x_BTD, rope, mask):
+        return self.wo(self.project(x_BTD)[0].flatten(2))
+
+
+def test_attention_that_leaves_out_its_inner_module_is_refused_once_the_prompt_was_read():
+    model = built("llama3")
+    model.layers["1"].attention.__class__ = OwnAttention
+    with pytest.raises(PlanError, match=r"layers\.1\.attention\.inner got no keys"), cached(model, 4) as cache:
+        cache.read(ids(1, 4))
 
 
 def test_a_mask_that_a_block_makes_itself_is_refused():
