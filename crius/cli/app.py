@@ -74,11 +74,16 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
     return read_model_settings(path, {name: asked.hf} if asked and asked.hf else families(), where)
 
 
+def _place(path: str) -> str:
+    """One spelling of a path. A relative one is below the present folder; a URL stays."""
+    return os.path.realpath(os.path.expanduser(path)) if path and "://" not in path else path
+
+
 def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
     """Settings that come with weights; those of the run's ``run.toml`` if the run began with the same weights."""
-    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):  # whatever a file lacks
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # whatever a file lacks
         saved = toml_table(Path(run_dir) / "run.toml") if run_dir else {}
-        if saved.get("checkpoint", {}).get("init_from") == path:
+        if _place(saved["checkpoint"]["init_from"]) == _place(path):
             return {f"{part}.{name}": value for part in ("model", "tokenizer") for name, value in saved[part].items()}
     from crius.interop.weights import open_weights
 

@@ -444,6 +444,32 @@ def test_weights_bring_their_model_and_their_tokenizer(original, tmp_path):
     open_initial(run)
 
 
+@pytest.mark.parametrize("begun", ["src/m", "FOLDER/src/m"])
+@pytest.mark.parametrize("given", ["src/m", "./src/m/", "src/../src/m", "FOLDER/src/m", "~/src/m"])
+def test_a_run_whose_source_is_gone_goes_on_under_each_spelling_of_its_place(begun, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    begun = begun.replace("FOLDER", str(tmp_path))
+    told = f'[checkpoint]\ninit_from = "{begun}"\n[model]\ndim = 192\n[tokenizer]\npath = "byte"\n'
+    (tmp_path / "run.toml").write_text(told)
+    given = ["--checkpoint.init_from", given.replace("FOLDER", str(tmp_path)), "--job.run_dir"]
+    assert parse([*given, "."]).model.dim == 192
+    with pytest.raises(ConfigError, match="src/m is not a folder"):
+        parse([*given, "other"])
+
+
+@pytest.mark.parametrize(
+    ("init_from", "given"), [("memory://a//m", "memory://a/m"), ("", "."), ("src/m", "src/n"), (None, ".")]
+)
+def test_another_place_is_not_that_of_the_run(init_from, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = "" if init_from is None else f'init_from = "{init_from}"\n'
+    told = f'[checkpoint]\n{told}[model]\ndim = 192\n[tokenizer]\npath = "byte"\n'
+    (tmp_path / "run.toml").write_text(told)
+    with pytest.raises(CriusError):
+        parse(["--checkpoint.init_from", given, "--job.run_dir", "."])
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
