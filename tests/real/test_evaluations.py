@@ -11,7 +11,7 @@ import torch
 from harness import TEXT, crius
 from tiny_source import save_tokenizer
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 
 def need(*packages):
@@ -149,7 +149,7 @@ def test_lm_eval_on_the_export_gives_the_same_figures(tmp_path, kind):
         files[name].write_text(yaml.replace("FOLDER", str(folder)))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", THEIRS, tmp_path / "hf", tmp_path / "tasks", *files],
-        text=True, capture_output=True, timeout=280,
+        text=True, capture_output=True, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     theirs, texts = json.loads(done.stdout.splitlines()[-1])
