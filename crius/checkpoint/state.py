@@ -67,8 +67,10 @@ def read_state(disk: Disk, folder: str, manifest: Manifest) -> dict[str, Any]:
         state = load_object(data)
         _check(state, manifest.step, MAX_READ)
         _check_shards(state, manifest.config)
-        if state.get("run", {}).get("id", manifest.run_id) != manifest.run_id:
-            raise ValueError(f"run.id is {_shown(state['run']['id'])}, but the manifest has {_shown(manifest.run_id)}")
+        for table, key, wanted in (("run", "id", manifest.run_id), ("data", "source", manifest.dataset)):
+            there = state.get(table, {}).get(key, wanted)
+            if there != wanted:
+                raise ValueError(f"{table}.{key} is {_shown(there)}, but the manifest has {_shown(wanted)}")
     except ValueError as error:
         raise _refusal(f"{name} of {where} is not a state that Crius writes: {str(error)[:200]}") from None
     return state
@@ -92,11 +94,13 @@ def _check(state: dict[str, Any], step: int, most: int) -> None:
     if sum(others) + counts.get("updates", step - sum(others)) != step or sum(others) > step:
         raise ValueError(f"train.updates is {_shown(train.get('updates'))} in {step} steps, of which {others} had none")
     for name, value in _table({"lr": {}} | state, "lr").items():
-        _number(value, f"lr.{name}")
+        _number(value, f"lr.{name}", least=0)
     if "data" in state:
         _check_data(_table(state, "data"), step, most)
     if "stability" in state:
-        _check_stability(_table(state, "stability"), most)
+        # a step in a row was counted; older checkpoints lack the counts
+        limits = {"skips": counts.get("skipped_steps", step), "rollbacks": counts.get("rolled_back_steps", step)}
+        _check_stability(_table(state, "stability"), {**limits, "spikes": step})
     if "run" in state:
         run = _table(state, "run")
         if "id" in run and not is_plain(_text(run["id"], "run.id")):
@@ -141,9 +145,9 @@ def _check_shards(state: dict[str, Any], config: dict[str, Any]) -> None:
         raise ValueError(f"data.cursors has {len(shards)} shards, but the data of the checkpoint has {wanted}")
 
 
-def _check_stability(stability: dict[str, Any], most: int) -> None:
-    for name in ("skips_in_a_row", "rollbacks_in_a_row", "spikes_in_a_row"):
-        _count(stability.get(name), f"stability.{name}", most)
+def _check_stability(stability: dict[str, Any], limits: dict[str, int]) -> None:
+    for kind, most in limits.items():
+        _count(stability.get(f"{kind}_in_a_row"), f"stability.{kind}_in_a_row", most)
     window = _table(stability, "window")
     for name, values in window.items():
         if type(values) is not list:
@@ -175,8 +179,8 @@ def _counts(value: Any, length: int, what: str, most: int) -> list[int]:
     return [_count(one, what, most) for one in value]
 
 
-def _number(value: Any, what: str) -> None:
-    if type(value) not in (int, float) or not -MAX_NUMBER <= value <= MAX_NUMBER:
+def _number(value: Any, what: str, least: float = -MAX_NUMBER) -> None:
+    if type(value) not in (int, float) or not least <= value <= MAX_NUMBER:
         raise ValueError(f"{what} is {_shown(value)}")
 
 

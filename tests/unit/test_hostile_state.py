@@ -30,7 +30,7 @@ GOOD = {
     },
     "stability": {
         "window": {"loss": [2.5, 2], "grad_norm": [1.0, 0.5]},
-        **{"skips_in_a_row": 0, "rollbacks_in_a_row": 0, "spikes_in_a_row": 0},
+        **{"skips_in_a_row": 1, "rollbacks_in_a_row": 0, "spikes_in_a_row": 0},
     },
     "run": {"id": "abc", "threads": 2},
     "ledger": {"command": "crius-x", "seconds": {"compute": 1.5, "data": 0}},
@@ -42,12 +42,12 @@ PLACES = {
     "train.skipped_steps": (21, None, 0),
     "train.rolled_back_steps": (1,),
     "train": ("absent", None, [], 7, "x"),
-    "lr": (None, 0.1, {"last": "0.1"}, {"next": 1e300}),
+    "lr": (None, 0.1, {"last": "0.1"}, {"next": 1e300}, {"last": -1e-4}, {"next": -1}),
     "data": (None, [], 0, {}),
     "data.step": ("absent", 3, STEP - 1, STEP + 1, None, 20.0),
     "data.next_sample": ("absent", -1, 10**19, 10**18, True, 1.0, 155, 157, 164),
     "data.since": (None, [2, 12, 8], [2, 12, 0, 0], [2, 12, 8, 150], [2, 13, 8, 0], [21, 164, 8, 0], [2, 12, "8", 0]),
-    "data.source": ("absent", None, 7, "a\x1b[2Jb", "a\nb", "x" * 2000),
+    "data.source": ("absent", None, 7, "a\x1b[2Jb", "a\nb", "x" * 2000, "text, 4 files"),
     "data.cursors": ("absent", [], None, {"x": [0, 0, 0]}, {"-1": [0, 0, 0]}, {"0": [0, 0]}, {"0": "abc"}),
     "data.cursors.0": (
         [0, 0, -1],
@@ -60,7 +60,9 @@ PLACES = {
         [0, 10**18, 0],
     ),
     "stability": (None, [], {}, 1),
-    "stability.skips_in_a_row": ("absent", "1", -1, None),
+    "stability.skips_in_a_row": ("absent", "1", -1, None, 2),
+    "stability.rollbacks_in_a_row": (1,),
+    "stability.spikes_in_a_row": (STEP + 1,),
     "stability.window": ("absent", None, [], {"loss": [1.0], "grad_norm": []}),
     "stability.window.loss": (None, "ab", [None, 1], ["1", 2], [True, 1], [1e300, 1], {}),
     "run": (None, [], "x"),
@@ -107,7 +109,9 @@ def put(folder, data, **config):
     place = folder.disk._root / name
     (place / "state.json").write_bytes(data)
     files = {**manifest.files, "state.json": FileEntry(len(data), digest_of(data))}
-    changed = dataclasses.replace(manifest, files=files, config=config, run_id="abc", digest="")
+    changed = dataclasses.replace(
+        manifest, digest="", files=files, config=config, run_id="abc", dataset="text, 3 files"
+    )
     (place / "manifest.json").write_bytes(changed.encode())
 
 
