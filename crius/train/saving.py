@@ -192,7 +192,8 @@ def check_newest(run_dir: Path, folder: CheckpointFolder, load_step: int, *, acc
     # a killed save may have been replacing a checkpoint, which is put back when the run starts
     kept = [*folder.asides(), *(name for name in folder.disk.folders() if ".replaced-" in name)]
     parsed = {name: parse_folder(name.partition("/")[0]) for name in kept}
-    excuses = [f"{name} was set aside" for name, found in parsed.items() if found and found.step >= newest.step > last]
+    same = [name for name, found in parsed.items() if found and found.step == newest.step > last]
+    excuses = [f"{name} was set aside" for name in same if _fits(folder, name, newest)]
     if accepts:
         excuses = ["--checkpoint.restart allows it"]
     if excuses:
@@ -229,10 +230,16 @@ def _problem(folder: CheckpointFolder, newest: Newest, last: int) -> str:
     missing = f"the newest checkpoint of the run, step {newest.step}, is missing"
     if last < newest.step:
         return f"{missing}: {where} has {'no checkpoint' if last < 0 else f'step {last} at most'}"
-    try:
-        manifest = read_manifest(folder.disk, step_name(last))
-    except CheckpointError:
+    if _fits(folder, step_name(last), newest):
         return ""
-    if manifest.run_id != newest.run_id or (last == newest.step and manifest.digest != newest.digest):
-        return f"{missing}: step {last} in {where} is of another run, or was saved again"
-    return ""
+    return f"{missing}: step {last} in {where} is of another run, or was saved again"
+
+
+def _fits(folder: CheckpointFolder, name: str, newest: Newest) -> bool:
+    """Whether a checkpoint is the newest one or a later one of the run, or cannot be told, because it is damaged."""
+    try:
+        manifest = read_manifest(folder.disk, name)
+    except CheckpointError:
+        return True
+    is_later = manifest.step > newest.step
+    return manifest.run_id == newest.run_id and (is_later or manifest.digest == newest.digest)

@@ -18,6 +18,9 @@ CASES = {
     "newer: killed between commit and record": ((2, 4, 6), {}, "", ""),
     "newest one damaged": ((2, 4), {}, "damaged", ""),
     "newest one set aside": ((2, 4), {}, "aside", "continues from step 2, because step-00000004"),
+    "newest one damaged and set aside": ((2, 4), {}, "damaged aside", "continues from step 2, because step-00000004"),
+    "another one set aside before": ((2, 4), AGAIN, "aside", "REFUSED step 2 at most"),
+    "a later one set aside before": ((2, 6), {}, "aside", "REFUSED step 2 at most"),
     "newest one being replaced": ((2, 4), {}, "replaced", "because step-00000004.replaced-ab"),
     "asked for by load_step": ((2,), {}, "load_step", ""),
     "empty": ((), {}, "", "REFUSED step 4, is missing"),
@@ -45,12 +48,12 @@ def test_what_a_run_takes_in_place_of_its_newest_checkpoint(case, scheme, tmp_pa
         remember(tmp_path, folder, dataclasses.replace(read_manifest(disk, step_name(4)), **record))
     elif record:
         (tmp_path / NEWEST).write_bytes(record)
-    if what == "damaged":
+    if "damaged" in what:
         (tmp_path / "checkpoints" / step_name(4) / "manifest.json").write_bytes(b"")
     if what == "replaced":
         (tmp_path / "checkpoints" / step_name(4)).rename(tmp_path / "checkpoints" / f"{step_name(4)}.replaced-ab")
-    if what == "aside":
-        folder.disk.set_aside(step_name(4))
+    if "aside" in what:
+        folder.disk.set_aside(step_name(max(steps)))
     load_step = 2 if what == "load_step" else -1
     if said.startswith("REFUSED"):
         with pytest.raises(ConfigError, match=said.removeprefix("REFUSED ")) as caught:
