@@ -146,12 +146,14 @@ class Newest(NamedTuple):
         step: step of the checkpoint.
         digest: hash of the manifest.
         folder: folder of checkpoints that it was saved in, for messages.
+        load_step: ``checkpoint.load_step`` of the run that saved it: it has returned to that step.
     """
 
     run_id: str = ""
     step: int = 0
     digest: str = ""
     folder: str = "an unknown folder"
+    load_step: int = -1
 
 
 def remember(run_dir: Path, folder: CheckpointFolder, manifest: Manifest | None) -> None:
@@ -160,7 +162,8 @@ def remember(run_dir: Path, folder: CheckpointFolder, manifest: Manifest | None)
     if manifest is None:
         path.unlink(missing_ok=True)
         return
-    newest = Newest(manifest.run_id, manifest.step, manifest.digest, folder.disk.where)
+    load_step = manifest.config.get("checkpoint.load_step", -1)
+    newest = Newest(manifest.run_id, manifest.step, manifest.digest, folder.disk.where, load_step)
     write_run_file(path, json.dumps(newest._asdict()) + "\n", log.warning)
 
 
@@ -170,7 +173,7 @@ def check_newest(run_dir: Path, folder: CheckpointFolder, load_step: int, *, acc
     Args:
         run_dir: folder of the run.
         folder: folder of its checkpoints.
-        load_step: step that was asked for, which may be an older one; -1: the newest.
+        load_step: step that was asked for, which may be an older one, once; -1: the newest.
         accepts: take what is there, whatever is missing.
 
     Returns:
@@ -183,11 +186,12 @@ def check_newest(run_dir: Path, folder: CheckpointFolder, load_step: int, *, acc
     newest = _recall(path)
     steps = folder.steps()
     last = max(steps, default=-1)
-    taken = f"the run continues from step {last}" if steps else "the run begins again"
+    is_asked = load_step in steps
+    taken = f"the run continues from step {load_step if is_asked else last}" if steps else "the run begins again"
     if newest is None or (steps and not newest.digest):
         return f"{path} is missing or damaged: {taken}, and does not know of later ones" if steps else ""
     problem = _problem(folder, newest, last)
-    if load_step in steps or not problem:
+    if not problem or (is_asked and load_step != newest.load_step):
         return ""
     # a killed save may have been replacing a checkpoint, which is put back when the run starts
     kept = [*folder.asides(), *(name for name in folder.disk.folders() if ".replaced-" in name)]
@@ -221,7 +225,7 @@ def _recall(path: Path) -> Newest | None:
         return None
     except (OSError, ValueError, TypeError):
         return Newest()
-    return found if [type(value) for value in found] == [str, int, str, str] else Newest()
+    return found if [type(value) for value in found] == [str, int, str, str, int] else Newest()
 
 
 def _problem(folder: CheckpointFolder, newest: Newest, last: int) -> str:
