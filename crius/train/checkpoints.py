@@ -135,8 +135,8 @@ class Checkpoints:
                 what, where, why, fix = refusal
                 raise ConfigError(what, where=where, why=why, fix=fix)
             self.found = self._find(self.folder, step)
-            if self._ranks.rank == 0:
-                remember(self._run_dir, self.folder, self.found.manifest if self.found else None)
+            if self._ranks.rank == 0 and self.found:
+                remember(self._run_dir, self.folder, self.found.manifest)
             if self.found is None and config.load_path:
                 self.found = self._find(CheckpointFolder(open_disk(config.load_path)), config.load_step)
                 if self.found is None:
@@ -270,8 +270,10 @@ class Checkpoints:
         )
 
     def _keep_tokenizer(self, origin: Origin) -> None:
-        """Have each save keep the tokenizer, and what the source of the weights said."""
+        """Have each save keep the tokenizer, and what the source of the weights said. A run that begins has no save."""
         if self._ranks.rank == 0:
+            if self._last_saved < 0:
+                remember(self._run_dir, self.folder, None)
             path = tokenizer_of(self._config, self._run_dir).path
             self.saver.kept = files_to_keep(path, self._parts.tokenizer, origin)
 

@@ -2,6 +2,7 @@
 which must not vanish unnoticed. All is checked before step 1. No torch.
 """
 
+import contextlib
 import json
 import logging
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import parse_folder, step_name
 from crius.config.resolve import ITEMSIZE
 from crius.config.run import RunConfig
+from crius.config.toml_file import toml_table
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.models.description import ModelDescription
-from crius.run_file import write_run_file
+from crius.run_file import json_records, write_run_file
 from crius.strict_json import load_object
 from crius.train.inputs import checkpoint_folder, describe_model
 
@@ -143,8 +145,8 @@ class Newest(NamedTuple):
 
     Attributes:
         run_id: id of the run in the manifest.
-        step: step of the checkpoint.
-        digest: hash of the manifest.
+        step: step of the checkpoint; -1: there is none.
+        digest: hash of the manifest; empty: not known.
         folder: folder of checkpoints that it was saved in, for messages.
         load_step: ``checkpoint.load_step`` of the run that saved it: it has returned to that step.
     """
@@ -158,13 +160,11 @@ class Newest(NamedTuple):
 
 def remember(run_dir: Path, folder: CheckpointFolder, manifest: Manifest | None) -> None:
     """Record the newest checkpoint of a run; None: it has none. If the file cannot be written, a warning says so."""
-    path = run_dir / NEWEST
-    if manifest is None:
-        path.unlink(missing_ok=True)
-        return
-    load_step = manifest.config.get("checkpoint.load_step", -1)
-    newest = Newest(manifest.run_id, manifest.step, manifest.digest, folder.disk.where, load_step)
-    write_run_file(path, json.dumps(newest._asdict()) + "\n", log.warning)
+    newest = Newest(step=-1, digest="none", folder=folder.disk.where)
+    if manifest:
+        load_step = manifest.config.get("checkpoint.load_step", -1)
+        newest = Newest(manifest.run_id, manifest.step, manifest.digest, newest.folder, load_step)
+    write_run_file(run_dir / NEWEST, json.dumps(newest._asdict()) + "\n", log.warning)
 
 
 def check_newest(run_dir: Path, folder: CheckpointFolder, load_step: int, *, accepts: bool) -> str:
@@ -188,9 +188,9 @@ def check_newest(run_dir: Path, folder: CheckpointFolder, load_step: int, *, acc
     last = max(steps, default=-1)
     is_asked = load_step in steps
     taken = f"the run continues from step {load_step if is_asked else last}" if steps else "the run begins again"
-    if newest is None or (steps and not newest.digest):
-        return f"{path} is missing or damaged: {taken}, and does not know of later ones" if steps else ""
-    problem = _problem(folder, newest, last)
+    if steps and not newest.digest:
+        return f"{path} is missing or damaged: {taken}, and does not know of later ones"
+    problem = _problem(folder, newest, last) if newest.step >= 0 else ""
     if not problem or (is_asked and load_step != newest.load_step):
         return ""
     # a killed save may have been replacing a checkpoint, which is put back when the run starts
@@ -217,21 +217,34 @@ def check_newest_of(config: RunConfig, run_dir: Path) -> None:
         check_newest(run_dir, folder, config.checkpoint.load_step, accepts=config.checkpoint.restart)
 
 
-def _recall(path: Path) -> Newest | None:
-    """The content of the file; None if the run has saved nothing, or an older Crius saved it."""
+def _recall(path: Path) -> Newest:
+    """The content of the file; if it is missing or damaged, the last step that the run may have saved."""
+    least = 0  # a damaged file says that there was a save
     try:
         found = Newest(**load_object(path.read_bytes()))
+        if found.digest and [type(value) for value in found] == [str, int, str, str, int]:
+            return found
     except FileNotFoundError:
-        return None
+        least = -1
     except (OSError, ValueError, TypeError):
-        return Newest()
-    return found if [type(value) for value in found] == [str, int, str, str, int] else Newest()
+        pass
+    return Newest(step=_done(path.parent) or least)
+
+
+def _done(run_dir: Path) -> int:
+    """The last step in ``metrics.jsonl``; 0 if there is none, or if the run saved nothing, as its ``run.toml`` says."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if toml_table(run_dir / "run.toml")["checkpoint"]["enable"] is False:
+            return 0
+    steps = [record.get("step") for record in json_records(run_dir / "metrics.jsonl") if record]
+    return max((step for step in steps if type(step) is int), default=0)
 
 
 def _problem(folder: CheckpointFolder, newest: Newest, last: int) -> str:
     """What is in the place of the newest checkpoint; empty if it is there. ``last``: newest step there, or -1."""
     where = folder.disk.where
-    missing = f"the newest checkpoint of the run, step {newest.step}, is missing"
+    about = "" if newest.digest else "about "
+    missing = f"the newest checkpoint of the run, {about}step {newest.step}, is missing"
     if last < newest.step:
         return f"{missing}: {where} has {'no checkpoint' if last < 0 else f'step {last} at most'}"
     if _fits(folder, step_name(last), newest):

@@ -69,8 +69,36 @@ def test_what_a_run_takes_in_place_of_its_newest_checkpoint(case, scheme, tmp_pa
     assert said in line and bool(line) == bool(said)
 
 
-def test_a_run_that_begins_again_remembers_nothing(tmp_path):
+def test_a_run_that_begins_again_remembers_that_it_saved_nothing(tmp_path):
     folder = CheckpointFolder(local(tmp_path / "checkpoints", 4))
     remember(tmp_path, folder, read_manifest(folder.disk, step_name(4)))
     remember(tmp_path, folder, None)
-    assert check_newest(tmp_path, CheckpointFolder(local(tmp_path / "empty")), -1, accepts=False) == ""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')  # of a kill before the first save
+    for there in (CheckpointFolder(local(tmp_path / "empty")), folder):  # or between that save and its record
+        assert check_newest(tmp_path, there, -1, accepts=False) == ""
+
+
+@pytest.mark.parametrize("record", [None, DAMAGED])
+@pytest.mark.parametrize(
+    ("settings", "metrics", "is_refused"),
+    [
+        ("", '{"step": 4, "loss": 1.0}\n{"st', True),
+        ("[checkpoint]\ninterval = 2\n", '{"step": 4}\n', True),
+        ("checkpoint = 1", '7\n{"step": 4}\n{"step": "5"}\n', True),
+        ("[checkpoint]\nenable = false\n", '{"step": 4}\n', False),
+        ("", "", False),
+    ],
+)
+def test_a_run_whose_record_and_checkpoints_vanished_is_refused_if_it_may_have_saved(
+    settings, metrics, is_refused, record, tmp_path
+):
+    (tmp_path / "run.toml").write_text(settings)
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    if record:
+        (tmp_path / NEWEST).write_bytes(record)
+    folder = CheckpointFolder(local(tmp_path / "checkpoints"))
+    if is_refused or record:
+        with pytest.raises(ConfigError, match=f"about step {4 if is_refused else 0}, is missing: .* has no checkpoint"):
+            check_newest(tmp_path, folder, -1, accepts=False)
+    line = check_newest(tmp_path, folder, -1, accepts=True)
+    assert ("the run begins again, because --checkpoint.restart allows it" in line) == bool(is_refused or record)
