@@ -187,7 +187,8 @@ def check_newest(run_dir: Path, folder: CheckpointFolder, load_step: int, *, acc
     steps = folder.steps()
     last = max(steps, default=-1)
     is_asked = load_step in steps
-    taken = f"the run continues from step {load_step if is_asked else last}" if steps else "the run begins again"
+    start = load_step if is_asked else last
+    taken = f"the run continues from step {start}" if steps else "the run begins again"
     if steps and not newest.digest:
         return f"{path} is missing or damaged: {taken}, and does not know of later ones"
     problem = _problem(folder, newest, last) if newest.step >= 0 else ""
