@@ -105,9 +105,9 @@ class Rows:
 
     def _train(self, case, shards, is_reference=False, plant=None):
         folder = self.folder / str(len(list(self.folder.iterdir())))
-        task = task_of(case.layout, folder, 100, shards, is_reference, case.config)
+        task = task_of(case.layout, folder, 250, shards, is_reference, case.config)
         work = functools.partial(worker.train, task)
-        self.workers(case.layout.num_ranks).run(functools.partial(plant, work) if plant else work, task.run_dir)
+        self.workers(case.layout.num_ranks).run(functools.partial(plant, work) if plant else work, task.run_dir, 280)
         return json.loads((task.run_dir / worker.RESULT).read_text())
 
 

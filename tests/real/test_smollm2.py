@@ -18,7 +18,7 @@ from crius.models import registry
 from crius.tools.convert.exporting import export_model, open_source
 from crius.tools.convert.importing import import_model
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 SAME = 4e-6  # of the largest logit: float32 sums in another order; either is up to 2.6e-6 from float64
 
