@@ -191,11 +191,11 @@ class Checkpoints:
         is_ours = self._command and ledger.get("command") == self._command
         return dict(ledger["seconds"]) if is_ours else {}
 
-    def say_lr(self, config: RunConfig) -> None:
-        """Log the first learning rate that the resume changes, unless the schedule continues as it was.
+    def take_steps(self, config: RunConfig) -> None:
+        """Take the run with as many steps as its epochs have, and log the first learning rate that the resume changes.
 
         Args:
-            config: the run, with as many steps as its epochs have left; further checkpoints keep it.
+            config: the run, which further checkpoints keep.
         """
         self._config = config
         found = self.found
@@ -211,6 +211,9 @@ class Checkpoints:
             names = ("optimizer.lr", "training.steps", "lr_scheduler.")
             saved = found.manifest.config.items()
             old = replace_fields(RunConfig(), {name: value for name, value in saved if name.startswith(names)})
+            same = [(one.optimizer.lr, one.training.steps, one.lr_scheduler) for one in (old, config)]
+            if same[0] == same[1]:
+                return
             schedule = WarmupStableDecay(old.lr_scheduler, old.training.steps)
             for later in range(step, min(old.training.steps, config.training.steps)):
                 update = state.updates + later - step

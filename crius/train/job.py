@@ -256,7 +256,7 @@ def _to_the_end(loop: Loop, checkpoints: Checkpoints) -> Loop:
         log.info("the epochs end after step %d, with %d sequences per step from here", steps, batch)
         loop.state.schedule = WarmupStableDecay(loop.config.lr_scheduler, max(1, steps))
         loop = dataclasses.replace(loop, config=replace_fields(loop.config, {"training.steps": steps}))
-    checkpoints.say_lr(loop.config)
+    checkpoints.take_steps(loop.config)
     return loop
 
 
