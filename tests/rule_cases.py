@@ -14,7 +14,8 @@ FLOAT8 = "--quantize.dense.float8.enable"
 CHAT = ["--data.format", "chat", "--data.source", "jsonl", "--data.path", "x"]
 
 # the model and the tokenizer, so that no weights are asked for theirs
-GIVEN = ["--model.name", "llama3", "--model.flavor", "debug", "--tokenizer.path", "byte"]
+GIVEN = ["--model.name", "llama3", "--model.flavor", "debug", "--model.rope_scaling", "none"]
+GIVEN += ["--tokenizer.path", "byte"]
 
 ROUTED = ["--model.name", "qwen3_moe", "--model.flavor", "debug", "--tokenizer.path", "byte"]
 
