@@ -39,7 +39,6 @@ MEMORY = 8 << 30
 
 ORACLE = "tests/oracle/test_oracle.py::test_a_run_is_what_a_plain_loop_computes"
 CONFIG = "tests/unit/test_config.py"
-LOADER = "tests/unit/test_data_loader.py"
 LAYOUT = "tests/parity/test_layouts.py::test_every_layout_computes_what_one_device_computes"
 
 RULES = (
