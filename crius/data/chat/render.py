@@ -69,8 +69,9 @@ class Template:
         self.special = list(task["special"])
         today = datetime.datetime.fromisoformat(task["date"]) if task["date"] else None
         environment, self._marks = _environment(today)
-        self.keys = _keys(environment.parse(self.source))
-        self._template = environment.from_string(self.source)
+        tree = environment.parse(self.source)
+        self.keys = _keys(tree)
+        self._template = environment.from_string(tree)
         self.has_generation = self._marks.has_generation
 
     @functools.cached_property
