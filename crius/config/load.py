@@ -200,13 +200,11 @@ class RunSources:
         if token is None or not token.value:
             return
         _leave_open(named)
-        sizes = (
-            ()
-            if named["--model.flavor"].tokens
-            else ("model.flavor", *(f"model.{size}" for size in (*TAKEN, *OF_EXPERTS)))
-        )
-        tokenizer = () if named["--tokenizer.path"].tokens else ("tokenizer.path", "tokenizer.eos_token")
-        brought = dict.fromkeys(("model.name", *sizes, "model.rope_scaling", *tokenizer))
+        brought = ["model.name", "model.flavor", *(f"model.{size}" for size in (*TAKEN, *OF_EXPERTS))]
+        if named["--model.flavor"].tokens:
+            brought = ["model.name", "model.rope_scaling"]
+        if not named["--tokenizer.path"].tokens:
+            brought += ["tokenizer.path", "tokenizer.eos_token"]
         wanted = [name for name in brought if not named[f"--{name}"].tokens]
         if not wanted:
             return

@@ -1,6 +1,7 @@
 """Opens the weights that a run starts from, or the frozen base of its adapters, and checks them against its model."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
@@ -52,13 +53,18 @@ def open_base(config: RunConfig, recorded: Mapping[str, str]) -> tuple[str, Weig
         ) from None
 
 
+def model_of(config: RunConfig) -> dict[str, Any]:
+    """Settings of ``[model]`` of a run, with every size: see ``settled``."""
+    return settled({"name": config.model.name, "flavor": config.model.flavor, **config.model.sizes})
+
+
 def _fitting(weights: Weights, config: RunConfig) -> Weights:
     """Return ``weights`` if their sizes match the model.
 
     Raises:
         ConfigError: they do not match; names all differences.
     """
-    ours = settled({"name": config.model.name, "flavor": config.model.flavor, **config.model.sizes})
+    ours = model_of(config)
     grows = not config.lora.is_on  # LoRA would not train the new rows
     differing = [
         field

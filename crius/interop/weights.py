@@ -77,7 +77,7 @@ class Weights:
         saved: Crius checkpoint of the weights; None for other sources.
         adapters: LoRA adapters that are merged into ``tensors``; None: there are none.
         rounds: dtype in which an export writes a tensor that is wider here, by name.
-        said: what the source of the weights said about their model, before any run trained them.
+        said: what the source of the weights said about their model; a longer context of a run is in it.
     """
 
     model: Mapping[str, Any]

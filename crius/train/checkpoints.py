@@ -168,7 +168,7 @@ class Checkpoints:
         if found is None:
             self._run_id = self._ranks.gather_json(uuid.uuid4().hex)[0]
             self._initial, origin = load_initial(self._config, self._ranks, self._parts.state)
-            self._keep_tokenizer(origin)
+            self._prepare_saves(origin)
             return {}
         begin = time.monotonic()
         self._load(found)
@@ -186,7 +186,7 @@ class Checkpoints:
         self._initial = found.state.get("init_from", {})
         if self._config.lora.is_on:
             self._initial, _ = load_base(self._config, self._ranks, parts.state.parts, self._initial)
-        self._keep_tokenizer(origin_of(found.folder.disk, found.manifest))
+        self._prepare_saves(origin_of(found.folder.disk, found.manifest))
         ledger = found.state.get("ledger", {})
         is_ours = self._command and ledger.get("command") == self._command
         return dict(ledger["seconds"]) if is_ours else {}
@@ -272,8 +272,8 @@ class Checkpoints:
             fix=f"make room or repair the disk, and start the same command with --job.run_dir {self._run_dir}",
         )
 
-    def _keep_tokenizer(self, origin: Origin) -> None:
-        """Have each save keep the tokenizer, and what the source of the weights said. A run that begins has no save."""
+    def _prepare_saves(self, origin: Origin) -> None:
+        """Have each save keep the tokenizer and what the source of the weights said; record if there is no save yet."""
         if self._ranks.rank == 0:
             if self._last_saved < 0:
                 remember(self._run_dir, self.folder, None)

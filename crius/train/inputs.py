@@ -25,9 +25,9 @@ from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_files import TOKENIZER
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError
 from crius.host import Machine
-from crius.interop.initial import INIT_FROM, open_base, open_initial
+from crius.interop.initial import INIT_FROM, model_of, open_base, open_initial
 from crius.interop.kept import is_kept, kept_place
-from crius.interop.weights import saved_model, settled
+from crius.interop.weights import saved_model
 from crius.models.adapted import Adapted
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
@@ -367,7 +367,7 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
         saved = settings_to_compare(found.disk, found.manifest, config.tokenizer.path)
         differences = changes(saved, shown(config))
     check_changes(differences, config.checkpoint.allow_changes, found.where)
-    if config.lora.is_on and found.initial and not found.is_import:
+    if config.lora.is_on and found.initial:
         open_base(config, found.initial)
     if not found.is_own:
         check_steps_left(found.manifest.step, config)
@@ -402,7 +402,7 @@ class _Resumed:
         manifest: its manifest.
         is_import: whether another trainer saved it.
         is_own: whether it is in the run's own folder, not in ``checkpoint.load_path``.
-        initial: its record of the weights that the run started from.
+        initial: its record of the weights that the run started from; empty for an import.
     """
 
     disk: Disk
@@ -438,7 +438,8 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
         except CheckpointError:
             return None
         is_import = bool(state.get("imported"))
-        return _Resumed(folder.disk, manifest, is_import, place == own, state.get("init_from", {}))
+        initial = {} if is_import else state.get("init_from", {})
+        return _Resumed(folder.disk, manifest, is_import, place == own, initial)
     return None
 
 
@@ -447,7 +448,7 @@ def _of_model(found: _Resumed, config: RunConfig) -> list[Change]:
     if "model.name" not in found.manifest.config:
         return []
     theirs = saved_model(found.manifest, found.where)
-    ours = settled({"name": config.model.name, "flavor": config.model.flavor, **config.model.sizes})
+    ours = model_of(config)
     return [
         Change(f"model.{name}", value, ours.get(name), "refuse")
         for name, value in theirs.items()
