@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from crius.checkpoint.pieces import TensorSource
-from crius.config.lora import LoraConfig, block_linears, target_names
+from crius.config.lora import LoraConfig, target_names
 from crius.interop.safetensors_file import ADAPTER_FILE, read_safetensors
 from crius.models.description import ModelDescription
-from crius.models.huggingface import HuggingFace
 
 PREFIX = "base_model.model."
 """Start of the names of all tensors; the name in Hugging Face's model follows."""
@@ -46,7 +45,7 @@ def differences(content: dict[str, Any]) -> Iterator[str]:
 
 
 def read_peft(
-    folder: Path, content: Mapping[str, Any], model: ModelDescription, family: HuggingFace
+    folder: Path, content: Mapping[str, Any], model: ModelDescription, names: Mapping[str, str]
 ) -> tuple[LoraConfig, dict[str, TensorSource]]:
     """The settings of adapters as the section ``[lora]``, and their tensors by our names; an unknown name is kept.
 
@@ -54,12 +53,12 @@ def read_peft(
         folder: folder of PEFT.
         content: its adapter_config.json.
         model: description of its base.
-        family: Hugging Face's names of the base.
+        names: Hugging Face's names of the weights that may be adapted, by ours.
 
     Raises:
         CheckpointError: tensors are missing, damaged or of an unknown dtype.
     """
-    modules = {name: family.translated(f"{name}.weight").removesuffix(".weight") for name in block_linears(model)}
+    modules = {name.removesuffix(".weight"): module.removesuffix(".weight") for name, module in names.items()}
     ours = {
         f"{PREFIX}{module}.{part}.weight": f"{name}.{part}"
         for name, module in modules.items()
@@ -68,12 +67,12 @@ def read_peft(
     foreign = read_safetensors(folder / ADAPTER_FILE).all_tensors(str(folder))
     tensors = {ours.get(key, key): tensor for key, tensor in foreign.items()}
     adapted = {name.rpartition(".lora_")[0] for name in tensors}
-    names = tuple(name for name, module in modules.items() if name in adapted or _is_listed(module, content))
+    adapting = tuple(name for name, module in modules.items() if name in adapted or _is_listed(module, content))
     rank, alpha = (content.get(key, _DEFAULT) for key in _NUMBERS)
-    within = dict.fromkeys(name.split(".", 2)[2] for name in names)
-    for targets in ((), tuple(within), names):  # the shortest
+    within = dict.fromkeys(name.split(".", 2)[2] for name in adapting)
+    for targets in ((), tuple(within), adapting):  # the shortest
         lora = LoraConfig(rank=rank, alpha=alpha, rslora=bool(content.get("use_rslora")), targets=targets)
-        if target_names(lora, model) == names:
+        if target_names(lora, model) == adapting:
             break
     return lora, tensors
 

@@ -19,7 +19,7 @@ from crius.checkpoint.pieces import Shape, TensorSource, misfits, stacked, store
 from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.config.load import OF_EXPERTS, TAKEN
-from crius.config.lora import saved_lora
+from crius.config.lora import block_linears, saved_lora
 from crius.data.chat.template import LARGEST_TEXT, find_template
 from crius.data.tokenizer_files import TOKENIZER, original_file
 from crius.errors import CheckpointError, ConfigError, CriusError
@@ -39,8 +39,8 @@ from crius.interop.safetensors_file import (
 )
 from crius.models.config import parse_rope_scaling, rope_scaling_text
 from crius.models.description import ModelDescription
-from crius.models.huggingface import HuggingFace, read_model_settings, rows_of
-from crius.models.registry import SPECS, families, find_spec
+from crius.models.huggingface import read_model_settings, rows_of
+from crius.models.registry import SPECS, families, find_spec, foreign_names
 
 log = logging.getLogger("crius.interop")
 
@@ -366,7 +366,9 @@ def _of_peft(folder: Path, where: str, depth: int, base_path: str) -> Weights:
     try:
         path = base_path or _base_path(folder, content)
         base = open_weights(path, where, depth + 1, adapter="leave_out")
-        lora, factors = read_peft(folder, content, base.facts, _names_of(base.model["name"], file))
+        linears = [f"{name}.weight" for name in block_linears(base.facts)]
+        _, names = foreign_names(base.model["name"], linears, where=file)
+        lora, factors = read_peft(folder, content, base.facts, names)
         told = {"kind": base.kind, "path": path, "digest": ""}
         adapters = read_adapters(lora, factors, base.facts, told, str(folder))
         tensors, rounds = merged(adapters, base.tensors)
@@ -387,23 +389,6 @@ def _of_peft(folder: Path, where: str, depth: int, base_path: str) -> Weights:
         adapters=adapters,
         rounds=rounds,
     )
-
-
-def _names_of(model: str, file: str) -> HuggingFace:
-    """Hugging Face's names of a model, by which ``file`` names adapters of it.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    family = families().get(model)
-    if family is None:
-        raise ConfigError(
-            f"{model}, the model of the base, has no Hugging Face names, and an adapter of PEFT has no others.",
-            where=file,
-            why="its ModelSpec has no hf",
-            fix="hf=HuggingFace(model_type=..., architecture=..., names={...}) in its ModelSpec",
-        )
-    return family
 
 
 def _base_path(folder: Path, content: Mapping[str, Any]) -> str:

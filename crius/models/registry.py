@@ -123,6 +123,39 @@ def families() -> dict[str, HuggingFace]:
     return {spec.name: spec.hf for spec in SPECS.values() if spec.hf}
 
 
+def foreign_names(
+    model: str, ours: Iterable[str], otherwise: str = "", where: str = "model.name"
+) -> tuple[HuggingFace, dict[str, str]]:
+    """Hugging Face's class of a model, and its tensor names by Crius's names.
+
+    Args:
+        model: name of the model.
+        ours: Crius's names of tensors.
+        otherwise: what a user can do where there are no names, after ``or``; empty: nothing else.
+        where: origin of what needs the names, for the message.
+
+    Raises:
+        ConfigError: some tensors have no name there.
+    """
+    family = families().get(model, HuggingFace(model_type="", architecture=""))
+    names = {}
+    lacking = []
+    for name in ours:
+        try:
+            names[name] = family.translated(name)
+        except KeyError as error:
+            lacking.append(str(error.args[0]))
+    if lacking:
+        fix = "hf=HuggingFace(model_type=..., architecture=..., names={...}) in its ModelSpec"
+        raise ConfigError(
+            f"{model} has no Hugging Face names for {', '.join(dict.fromkeys(lacking))}.",
+            where=where,
+            why="" if family.model_type else "its ModelSpec has no hf",
+            fix=f"{fix}; or {otherwise}" if otherwise else fix,
+        )
+    return family, names
+
+
 def build(model: ModelDescription) -> "Decoder":
     """The model's ``nn.Module`` on the current default device; on ``meta`` it has shapes only."""
     from crius.models.decoder import Decoder

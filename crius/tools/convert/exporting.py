@@ -27,7 +27,7 @@ from crius.interop.kept import CONFIG, CONTEXT
 from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
 from crius.interop.weights import Weights, open_weights, settled
 from crius.models.huggingface import HuggingFace, config_of, rows_of, settings_in, with_changes
-from crius.models.registry import IMPORTED, families
+from crius.models.registry import IMPORTED, foreign_names
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import shares
 from crius.tools.convert.model_card import model_card
@@ -254,7 +254,7 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
             the written folder differs from it: other bits, or other logits.
     """
     facts = source.weights.facts
-    family, names = foreign_names(source.weights.model["name"], facts.state_names)
+    family, names = foreign_names(source.weights.model["name"], facts.state_names, otherwise="--format dcp")
     parts = parts_of(source, names, dtype)
     with new_folder(target) as folder:
         about, ids = write_tokenizer(folder, source.weights, has_tokenizer=source.has_tokenizer)
@@ -300,30 +300,6 @@ def model_config(weights: Weights, family: HuggingFace, ids: Mapping[str, Any], 
         config[CONTEXT] = longest_context(weights)
     config["dtype" if "dtype" in said else "torch_dtype"] = dtype
     return config
-
-
-def foreign_names(model: str, ours: Sequence[str]) -> tuple[HuggingFace, dict[str, str]]:
-    """Hugging Face's class of a model, and its tensor names by Crius's names.
-
-    Raises:
-        ConfigError: some tensors have no name there.
-    """
-    family = families().get(model, HuggingFace(model_type="", architecture=""))
-    names = {}
-    lacking = []
-    for name in ours:
-        try:
-            names[name] = family.translated(name)
-        except KeyError as error:
-            lacking.append(str(error.args[0]))
-    if lacking:
-        raise ConfigError(
-            f"{model} has no Hugging Face names for {', '.join(dict.fromkeys(lacking))}.",
-            where="model.name",
-            why="" if family.model_type else "its ModelSpec has no hf",
-            fix="hf=HuggingFace(model_type=..., architecture=..., names={...}) in its ModelSpec; or --format dcp",
-        )
-    return family, names
 
 
 def write_parts(folder: Path, parts: Sequence[Part], stem: str = "model", most: int = 0) -> dict[str, str]:

@@ -18,12 +18,12 @@ from crius.interop.adapters import Adapters
 from crius.interop.peft import PREFIX
 from crius.interop.safetensors_file import ADAPTER_CONFIG, read_safetensors
 from crius.interop.weights import Weights, open_weights
+from crius.models.registry import foreign_names
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.exporting import (
     Export,
     Source,
     compared,
-    foreign_names,
     job_of,
     parts_of,
     write_parts,
@@ -61,7 +61,8 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
             fix="leave out --format",
         )
     own = replace(source, weights=replace(weights, tensors=adapters.tensors, rounds={}))
-    modules = foreign_names(weights.model["name"], [f"{name}.weight" for name in adapters.linears])[1]
+    linears = [f"{name}.weight" for name in adapters.linears]
+    _, modules = foreign_names(weights.model["name"], linears, otherwise="--format dcp")
     modules = {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in modules.items()}
     names = {
         f"{name}.{part}": f"{PREFIX}{theirs}.{part}.weight"
