@@ -104,6 +104,21 @@ def test_a_batch_and_its_padding_change_nothing(evaluate, tasks):
     assert told[0] == pytest.approx(told[1], rel=1e-6) and told[0] == pytest.approx(told[2], rel=1e-6)
 
 
+def test_a_space_counts_wherever_it_stands_between_context_and_continuation(evaluate, tmp_path):
+    pairs = (
+        ("The kettle is ", "on"),
+        ("The kettle is", " on"),
+        ("The kettle is \n ", "on"),
+        ("The kettle is", " \n on"),
+    )
+    for number, pair in enumerate(pairs):
+        row = dict(zip(("context", "continuation"), pair, strict=True))
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(row))
+    files = ",".join(str(tmp_path / f"{number}.jsonl") for number in range(len(pairs)))
+    told = [result["metrics"] for result in json.loads(evaluate("--tasks", files, "--json")[1])["results"]]
+    assert told[0] == told[1] and told[2] == told[3] != told[1]
+
+
 def test_equal_rows_are_read_once(evaluate, tmp_path):
     rows = [{"context": "Answer:", "choices": ["A", "B", "C", "D"], "gold": 2}]
     (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))

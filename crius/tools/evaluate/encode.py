@@ -78,18 +78,14 @@ class Encoder:
         return ids if bos is None else [bos, *ids]
 
     def pair(self, request: Request) -> tuple[list[int], list[int]]:
-        """Ids of context and continuation: both are encoded together and cut where the ids of the context alone end.
-
-        White space at the end of a context belongs to the continuation, because tokens begin with it.
-        """
+        """Ids of context and continuation: both are encoded together and cut where the ids of the context alone end."""
         context, continuation = request
         if not context:
             targets = self._plain(continuation)
             if targets[:1] == [self.prefix]:
                 return targets[:1], targets[1:]
             return [self.prefix], targets
-        kept = context.rstrip()
-        first = self.encode(kept)
+        first = self.encode(context)
         whole = self.encode(context + continuation)
         return first, whole[len(first) :]
 

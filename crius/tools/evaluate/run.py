@@ -103,21 +103,35 @@ def as_chats(tasks: Sequence[Task], source: Source) -> list[Task]:
     texts = render_chats(source.chat_template, chats, source.special, is_dated=False)
     rendered = dict(zip(said, texts, strict=True))
 
-    def asked(document: Document) -> Document:
-        requests = [Request(rendered[one.context], one.continuation.lstrip()) for one in document.requests]
-        return replace(document, requests=tuple(requests))
+    def asked(one: Request) -> Request:
+        return Request(rendered[one.context], one.continuation.lstrip())
 
     hasher = Hasher()
     hasher.update(source.chat_template.encode())
+    digest = hasher.hexdigest()
     return [
         replace(
             task,
             name=f"{task.name}, chat",
-            documents=tuple(map(asked, task.documents)),
-            digest=f"{task.digest}, template {hasher.hexdigest()}",
+            documents=_changed(task, asked),
+            digest=f"{task.digest}, template {digest}",
         )
         for task in tasks
     ]
+
+
+def as_texts(tasks: Sequence[Task]) -> list[Task]:
+    """``tasks`` with the white space at the end of a context in the continuation, because tokens begin with it."""
+
+    def moved(one: Request) -> Request:
+        kept = one.context.rstrip()
+        return Request(kept, one.context[len(kept) :] + one.continuation)
+
+    return [replace(task, documents=_changed(task, moved)) for task in tasks]
+
+
+def _changed(task: Task, change: Callable[[Request], Request]) -> tuple[Document, ...]:
+    return tuple(replace(document, requests=tuple(map(change, document.requests))) for document in task.documents)
 
 
 def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
@@ -163,7 +177,7 @@ def evaluate(
         CriusError: the model or the record cannot be used, or a text cannot be scored.
     """
     source, encoder = open_model(path, settings)
-    tasks = as_chats(tasks, source) if settings.chat else tasks
+    tasks = as_chats(tasks, source) if settings.chat else as_texts(tasks)
     weight = source.model.tok_embeddings.weight
     facts = {
         "dtype": str(weight.dtype).removeprefix("torch."),
