@@ -30,7 +30,7 @@ def generate(
     With --json one line per prompt: text, tokens, their log-probabilities, why it ended, and tokens per second.
     """
     settings.check()
-    prompts = read_prompts(prompt, prompt_file)
+    prompts = read_prompts(prompt, prompt_file, chat=settings.chat)
     need_torch()
     if settings.ranks > 1:
         from crius.tools.generate.split import run_split

@@ -306,19 +306,27 @@ def test_prompts_come_from_flags_files_and_standard_input(tmp_path, monkeypatch)
     (tmp_path / "many.jsonl").write_text('"a"\n\n{"prompt": "b"}\n')
     monkeypatch.setattr(sys, "stdin", io.StringIO("typed\n"))
     for file, want in (("one.txt", ["two\nlines"]), ("many.jsonl", ["a", "b"])):
-        assert [prompt.text for prompt in read_prompts(["first"], str(tmp_path / file))] == ["first", *want]
-    assert [prompt.text for prompt in read_prompts([], "-")] == ["typed"]
+        assert [prompt.text for prompt in read_prompts(["first"], str(tmp_path / file), chat=False)] == ["first", *want]
+    assert [prompt.text for prompt in read_prompts([], "-", chat=False)] == ["typed"]
 
 
 @pytest.mark.parametrize("line", ["{", "{}", "1", '{"messages": []}', '{"messages": [{"role": "user"}]}', "[" * 99999])
 def test_a_line_that_is_no_prompt_is_named(line, tmp_path):
     (tmp_path / "many.jsonl").write_text(f'"a"\n{line}\n')
     with pytest.raises(DataError, match="line 2 of"):
-        read_prompts([], str(tmp_path / "many.jsonl"))
+        read_prompts([], str(tmp_path / "many.jsonl"), chat=False)
+
+
+def test_a_conversation_needs_a_chat_template(tmp_path):
+    messages = [{"role": role, "content": role} for role in ("system", "user")]
+    (tmp_path / "many.jsonl").write_text(f'"a"\n{json.dumps({"messages": messages})}\n')
+    with pytest.raises(ConfigError, match=r"line 2 of (.|\n)*fix +--chat"):
+        read_prompts([], str(tmp_path / "many.jsonl"), chat=False)
+    assert read_prompts([], str(tmp_path / "many.jsonl"), chat=True)[1].messages == tuple(messages)
 
 
 def test_no_prompt_and_no_file_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="no prompt"):
-        read_prompts([], "")
+        read_prompts([], "", chat=False)
     with pytest.raises(DataError, match="cannot be read"):
-        read_prompts([], str(tmp_path / "none.txt"))
+        read_prompts([], str(tmp_path / "none.txt"), chat=False)

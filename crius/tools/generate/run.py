@@ -1,6 +1,7 @@
 """Prompts to answers, batch by batch, and their printing."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from crius.errors import DataError
 from crius.models.decode import generate, sample
 from crius.redact import printable
 from crius.tools.generate.samples import keep_samples
@@ -57,7 +59,7 @@ def answer(
         on_text: receives each text as it comes, and the index of its prompt in the batch.
 
     Raises:
-        CriusError: a prompt cannot be encoded, or memory is too small.
+        CriusError: a prompt cannot be encoded, memory is too small, or the logits are not finite.
     """
     ids = [source.encode(prompt, chat=settings.chat) for prompt in prompts]
     source.check_room(len(ids), max(map(len, ids)) + settings.max_new_tokens)
@@ -83,6 +85,13 @@ def answer(
         for row, (token, log_prob) in enumerate(zip(step.ids_B.tolist(), step.log_probs_B.tolist(), strict=True)):
             if answers[row].finish_reason:
                 continue
+            if math.isnan(log_prob):
+                raise DataError(
+                    f"the log-probability of token {len(answers[row].tokens) + 1} is nan.",
+                    where=source.weights.origin,
+                    why="the model's logits are not finite",
+                    fix="an earlier checkpoint, or --dtype float32",
+                )
             answers[row].tokens.append(token)
             answers[row].log_probs.append(log_prob)
             if token in source.ends:

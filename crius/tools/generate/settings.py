@@ -90,19 +90,21 @@ def refuse_out_of_range(settings: Iterable[tuple[str, object, bool, str]]) -> No
 
 @dataclass(frozen=True)
 class Prompt:
-    """Input to continue: a text, or for a chat the messages so far."""
+    """Input to continue: a text, or for a chat the messages so far, which need a chat template if they were given."""
 
     text: str
     messages: tuple[Message, ...]
+    is_conversation: bool = False
 
 
-def read_prompts(texts: Sequence[str], file: str) -> list[Prompt]:
+def read_prompts(texts: Sequence[str], file: str, *, chat: bool) -> list[Prompt]:
     """The prompts of a command line.
 
     Args:
         texts: one prompt each.
         file: a ``.jsonl`` file has one prompt per line, another file is one prompt; ``-`` is standard input; empty:
             none.
+        chat: prompts go through a chat template; without one, a line of messages is refused.
 
     Raises:
         ConfigError: there is no prompt.
@@ -118,7 +120,8 @@ def read_prompts(texts: Sequence[str], file: str) -> list[Prompt]:
             why = getattr(error, "strerror", None) or str(error)
             what = f"{file} cannot be read: {why}."
             raise DataError(what, where="--prompt_file", fix="give a text file in UTF-8 that exists") from None
-        prompts += _lines(content, file) if file.endswith(".jsonl") else [_prompt(content.removesuffix("\n"))]
+        whole = [_prompt(content.removesuffix("\n"))]
+        prompts += _lines(content, file, chat=chat) if file.endswith(".jsonl") else whole
     if not prompts:
         raise ConfigError(
             "there is no prompt.", where="command line", fix="--prompt TEXT, --prompt_file FILE, or --prompt_file -"
@@ -130,18 +133,26 @@ def _prompt(text: str) -> Prompt:
     return Prompt(text, ({"role": "user", "content": text},))
 
 
-def _lines(content: str, file: str) -> Iterator[Prompt]:
+def _lines(content: str, file: str, *, chat: bool) -> Iterator[Prompt]:
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            yield _of_json(json.loads(line))
+            prompt = _of_json(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"line {number} of {file} is not a prompt: {str(error)[:200]}.",
                 where="--prompt_file",
                 fix='"TEXT", {"prompt": "TEXT"}, or {"messages": [{"role": "user", "content": "TEXT"}]}',
             ) from None
+        if prompt.is_conversation and not chat:
+            raise ConfigError(
+                f"line {number} of {file} is a conversation.",
+                where="--prompt_file",
+                why="without a chat template only its last message would be read",
+                fix="--chat",
+            )
+        yield prompt
 
 
 def _of_json(value: Any) -> Prompt:
@@ -151,7 +162,7 @@ def _of_json(value: Any) -> Prompt:
     messages = value.get("messages") if isinstance(value, dict) else None
     if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
         raise ValueError("it has neither a prompt nor messages with role and content")
-    return Prompt(messages[-1]["content"], tuple(messages))
+    return Prompt(messages[-1]["content"], tuple(messages), is_conversation=True)
 
 
 def _is_message(value: Any) -> bool:
