@@ -72,7 +72,8 @@ def read_adapters(
         raise CheckpointError(
             f"the tensors of {where} do not match the adapters in its settings.",
             why=problems or (f"some have dtype {', '.join(wrong)}" if wrong else "it has no record of its base"),
-            fix="use another checkpoint of the run; or merge the adapter with PEFT first, model.merge_and_unload()",
+            fix="use another checkpoint of the run, or the base that the adapter was trained on; or merge the adapter "
+            "with PEFT first, model.merge_and_unload()",
         )
     tensors = {weight.name: there[weight.name] for weight in facts.adapters}
     return Adapters(lora=lora, tensors=tensors, base=base, where=where, num_parameters=facts.num_trained)

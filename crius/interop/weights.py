@@ -494,6 +494,8 @@ def check_tensors(
         if is_fused:
             problems = f"a tensor has all experts of a layer, which is not supported; {problems}"
             fix = "load it with transformers and save it again, which writes each expert as a tensor"
+        elif any("_orig_mod." in name for name in there):
+            fix = "leave _orig_mod., which torch.compile adds, out of the names of its tensors"
         raise CheckpointError(
             f"the tensors of {where} do not match the model in its settings, {model['name']}.", why=problems, fix=fix
         )

@@ -362,7 +362,7 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
             )
         return
     if found.is_import:
-        differences = _of_model(found, config)
+        differences = _of_import(found, config)
     else:
         saved = settings_to_compare(found.disk, found.manifest, config.tokenizer.path)
         differences = changes(saved, shown(config))
@@ -443,13 +443,19 @@ def _resumed(config: RunConfig, run_dir: Path) -> _Resumed | None:
     return None
 
 
-def _of_model(found: _Resumed, config: RunConfig) -> list[Change]:
-    """What the model of a run has otherwise than that of an import; an import from other trainers names no model."""
-    if "model.name" not in found.manifest.config:
+def _of_import(found: _Resumed, config: RunConfig) -> list[Change]:
+    """What model and adapters of a run have otherwise than those of an import; one of other trainers names no model."""
+    settings = found.manifest.config
+    if "model.name" not in settings:
         return []
     theirs = saved_model(found.manifest, found.where)
     ours = model_of(config)
-    return [
+    of_adapters = [
+        change
+        for change in changes(settings, shown(config))
+        if change.name.startswith("lora.") and change.name in settings
+    ]
+    return of_adapters + [
         Change(f"model.{name}", value, ours.get(name), "refuse")
         for name, value in theirs.items()
         if name != "flavor" and ours.get(name) != value

@@ -22,7 +22,7 @@ from crius.models import registry
 from crius.tools.convert.exporting import open_source
 from crius.tools.convert.importing import import_model
 from crius.tools.convert.peft_out import adapter_config, base_of
-from crius.train.inputs import open_initial
+from crius.train.inputs import check_resume, open_initial
 
 FIRST = "model-00001-of-00002.safetensors"
 SECOND = "model-00002-of-00002.safetensors"
@@ -252,6 +252,10 @@ def test_numbers_that_are_not_finite_are_allowed_by_a_flag_and_wherever_its_run_
     assert np.isinf(whole[10]) and whole[16:].tobytes() == rows.tobytes()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     assert "not compared: the model may have numbers that are not finite" in capsys.readouterr().out
+    with choice.applied(choice.current()):
+        assert main(["generate", str(tmp_path / "run"), "--prompt", "a", "--json"]) == 1
+    out, error = capsys.readouterr()
+    assert out == "" and "is nan" in error
 
 
 def test_an_import_of_numbers_that_may_be_not_finite_says_so_in_its_turn(poisoned, tmp_path):
@@ -368,6 +372,16 @@ def test_a_run_starts_from_an_adapter_of_peft(adapter, model):
     weights = open_initial(run)
     assert (weights.kind, run.model.dim) == ("PEFT", 8)
     assert weights.digest != open_weights(str(model)).digest
+
+
+def test_a_run_from_the_checkpoint_of_kept_adapters_has_their_settings(adapter, tmp_path):
+    import_model(str(adapter), str(tmp_path / "kept"))
+    flags = ["--checkpoint.load_path", str(tmp_path / "kept/checkpoints")]
+    told = ["--config", str(tmp_path / "kept/run.toml"), *flags]
+    check_resume(parse(told), tmp_path / "new")
+    with pytest.raises(ConfigError, match=r"lora.alpha: 6 -> 99.0"):
+        check_resume(parse([*told, "--lora.alpha", "99"]), tmp_path / "new")
+    check_resume(parse([*told, "--lora.alpha", "99", "--checkpoint.allow_changes", "lora.alpha"]), tmp_path / "new")
 
 
 def test_a_merged_adapter_is_rounded_to_the_dtype_of_its_base(tmp_path):
