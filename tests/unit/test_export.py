@@ -297,7 +297,9 @@ def test_a_tokenizer_that_the_run_had_goes_along(run_dir, tmp_path, alone):
     (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "tok" / "chat_template.jinja").write_text("{{ messages }}")
     export_model(with_tokenizer(tmp_path / "tok" / "my.json"), str(tmp_path / "b"))
-    assert "auto_map" not in (tmp_path / "b" / "tokenizer_config.json").read_text()
+    written = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
+    assert "auto_map" not in written
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast", "AutoTokenizer would guess by the model"
     assert AutoTokenizer.from_pretrained(tmp_path / "b").chat_template == "{{ messages }}"
     shutil.rmtree(tmp_path / "tok")
     with pytest.raises(DataError, match=f"the tokenizer {tmp_path}/tok/my.json of step 2 of .* is not there"):

@@ -372,8 +372,9 @@ def compared(job: Mapping[str, Any]) -> str:
     if "difference" not in found:
         return f"not compared: {found['version']} has no such architecture"
     if found["texts"]:
-        named = f'tokenizer_config.json next to {job["tokenizer"]}: "tokenizer_class": "PreTrainedTokenizerFast"'
-        raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class differs", named)
+        fix = f"--no_tokenizer, and {job['tokenizer']} beside it with a tokenizer_config.json that says "
+        fix += '"tokenizer_class": "PreTrainedTokenizerFast"'
+        raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class differs", fix)
     scale = found["largest"] or 1.0
     share = found["difference"] / scale
     rounding = found["rounding"] / scale

@@ -106,12 +106,14 @@ class Base(NamedTuple):
         revision: commit of the hub's repository; None: the base is not from the hub.
         folder: folder that PEFT can open on this machine; empty: there is none.
         digest: hash of the base.
+        line: command that exports the base as a folder, with the bits that the adapters were trained on.
     """
 
     name: str
     revision: str | None
     folder: str
     digest: str
+    line: str
 
 
 def base_of(adapters: Adapters) -> Base:
@@ -136,9 +138,12 @@ def base_of(adapters: Adapters) -> Base:
             if open_weights(str(origin), adapter="leave_out").digest == state.get("source_digest"):
                 folder = origin
     place = str(folder.absolute()) if folder else ""
+    line = f"crius export {shlex.quote(path)} DIR --format hf"
+    if weights.rounds:  # the sum of a base and adapters, which an export rounds to the dtype of that base
+        line += " --dtype float32"
     if match := _SNAPSHOT.fullmatch(place):
-        return Base(f"{match[1]}/{match[2]}", match[3], place, weights.digest)
-    return Base(place or path, None, place, weights.digest)
+        return Base(f"{match[1]}/{match[2]}", match[3], place, weights.digest, line)
+    return Base(place or path, None, place, weights.digest, line)
 
 
 def adapter_config(adapters: Adapters, weights: Weights, modules: Sequence[str], base: Base) -> dict[str, Any]:
@@ -178,8 +183,8 @@ def _logits(folder: Path, weights: Weights, adapters: Adapters, base: Base) -> s
         CheckpointError: PEFT does not load the export, or has other logits.
     """
     if not base.folder:
-        line = f"crius export {shlex.quote(base.name)} DIR --format hf"
-        return f"not compared: PEFT cannot open the base, a Crius checkpoint. {line}, and name DIR in {ADAPTER_CONFIG}"
+        why = "PEFT cannot open the base, a Crius checkpoint"
+        return f"not compared: {why}. {base.line}, and name DIR in {ADAPTER_CONFIG}"
     missing = [REQUIREMENTS[name] for name in ("transformers", "peft") if find_spec(name) is None]
     if missing:
         return f"not compared: {' and '.join(missing)} not installed ({install_line(*missing)})"

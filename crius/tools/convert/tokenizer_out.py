@@ -88,12 +88,12 @@ def _write(folder: Path, weights: Weights) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{what} rows.", where="tokenizer.path", fix="export with the tokenizer of this model")
     spec = json_object((folder / TOKENIZER).read_bytes(), TOKENIZER)
     config = config or {
-        "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "eos_token": _spelled(spec, built.eos_id),
         **({"bos_token": _spelled(spec, built.bos_id)} if built.bos_id is not None else {}),
         "model_max_length": longest_context(weights),
     }
+    config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")  # AutoTokenizer would guess one by the model
     config.pop("auto_map", None)  # a stranger's code, which nobody should load
     _dump(folder / TOKENIZER_CONFIG, config)
     named = config.get("eos_token")
