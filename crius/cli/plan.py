@@ -308,7 +308,10 @@ def _settings(case: "Case", settings: dict[str, Any], files: tuple[Path, ...]) -
     elsewhere = {name for name, origin in SOURCES.origins.items() if origin != "command line"}
     ordered = sorted(settings | rests_on, key=list(planned).index)
     untold = elsewhere if case.facts else elsewhere | {"model.name", "model.flavor"}  # not a model that a run knows
-    return {name: planned[name] for name in ordered if name not in untold}
+    needed = (
+        {"checkpoint.init_from": "FOLDER"} if case.config.lora.is_on and not case.config.checkpoint.init_from else {}
+    )
+    return {name: planned[name] for name in ordered if name not in untold} | needed
 
 
 def _checked(case: "Case", plan: "Plan") -> "CheckReport":

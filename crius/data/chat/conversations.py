@@ -225,7 +225,12 @@ def _message(value: Any, what: str, where: str) -> dict[str, Any]:
     message["role"] = role
     message["content"] = _content(message, what, where)
     if message.get("weight", 1) not in (0, 1):
-        raise DataError(f"{what} has the weight {message['weight']!r}; it must be 0 or 1.", where=where)
+        raise DataError(
+            f"{what} has the weight {message['weight']!r}; it must be 0 or 1.",
+            where=where,
+            why="a message is trained on, or it is not",
+            fix="write 0 or 1",
+        )
     _take_marks(message, what, where)
     if not isinstance(message.get("tool_calls", []), list):
         raise DataError(f"the tool_calls of {what} are {json_kind(message['tool_calls'])}, not a list.", where=where)

@@ -46,6 +46,11 @@ EAGER: dict[str, Any] = {"compile": False, "async_tp": False}
 BFLOAT16: dict[str, Any] = {"precision": "bfloat16", "float8_recipe": "", "float8_all_gather": False}
 
 
+def _may_take_float8(case: Case) -> bool:
+    """Whether the GPU has float8 matmuls and the run may use them."""
+    return bool(case.hardware.float8_flops) and not case.config.lora.is_on
+
+
 def _in_float8(one: Workload) -> Workload:
     return replace(one, precision="float8", float8_recipe="tensorwise", float8_all_gather=one.layout.fsdp > 1)
 
@@ -76,13 +81,19 @@ def in_words(count: int) -> str:
 
 
 def _size(case: Case) -> Iterator[str]:
-    parameters, config = model_parameters(case.shape), case.config
+    config = case.config
+    parameters = model_parameters(case.shape)
     each = 2 * ITEMSIZE[config.training.dtype] + 2 * int(MOMENT_BYTES[config.optimizer.state_dtype])
+    what = f"{case.shape.name} has {in_words(parameters)} parameters."
+    trained = "Weights"
+    if case.shape.adapted:
+        parameters = case.shape.num_trained
+        what += f" Adapters of {in_words(parameters)} more are trained, and these stay as they are."
+        trained = "The adapters' weights"
     whole = each * parameters / GIB
     yield (
-        f"{case.shape.name} has {in_words(parameters)} parameters. Weights, gradients and the optimizer's "
-        f"state take {each} bytes of each: {whole:,.1f} GiB, {whole / case.num_gpus:,.2f} GiB on each of "
-        f"{case.num_gpus} GPUs if FSDP splits them."
+        f"{what} {trained}, gradients and the optimizer's state take {each} bytes of each: {whole:,.1f} GiB, "
+        f"{whole / case.num_gpus:,.2f} GiB on each of {case.num_gpus} GPUs if FSDP splits them."
     )
     yield (
         f"A plan may take {usable_bytes(case.hardware) / GIB:.1f} of the {case.hardware.memory_bytes / GIB:.0f} GiB of "
@@ -127,7 +138,7 @@ def _options(case: Case, winner: Candidate) -> Iterator[str]:
         yield _gain("Compile", winner, judge(replace(one, **EAGER), hardware))
     if one.precision == "float8":
         yield _gain("float8", winner, judge(replace(one, **BFLOAT16), hardware))
-    elif one.precision == "bfloat16" and one.compile and hardware.float8_flops:
+    elif one.precision == "bfloat16" and one.compile and _may_take_float8(case):
         speed = judge(_in_float8(one), hardware).tokens_per_second / winner.tokens_per_second - 1
         worth = "it changes numbers, so it must be asked for: --precision float8" if speed > 0 else "so it stays off"
         yield f"float8 would change the speed by {speed:+.1%}; {worth}."
@@ -282,7 +293,7 @@ def _of_options(case: Case, one: Workload) -> Iterator[Neighbour]:
         yield changed("without async TP", async_tp=False)
     if one.compile and one.precision == "bfloat16":
         yield changed("without compile", **EAGER)
-        if case.hardware.float8_flops:
+        if _may_take_float8(case):
             yield Neighbour("float8", judge(_in_float8(one), case.hardware))
     elif one.compile and one.precision == "float8":
         yield changed("bfloat16 instead of float8", **BFLOAT16)
