@@ -119,7 +119,7 @@ def compares_bits(config: RunConfig) -> list[str]:
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 2**30}
 """Bytes of the logits of a chunk. Each chunk except the first reads and writes the weight's gradient once more. With
-the 4,186 tokens of 128,256 bfloat16 logits on a GPU this takes a tenth of the time of the chunk's matmuls, for any
+the 4,185 tokens of 128,256 bfloat16 logits on a GPU this takes a tenth of the time of the chunk's matmuls, for any
 model dim."""
 LEAST_TOKENS = 256
 """Fewest tokens of a chunk: matmuls of fewer tokens are slow."""

@@ -94,6 +94,19 @@ def test_models_that_are_planned_only_have_the_published_numbers_of_parameters(n
 def test_facts_count_what_the_debug_model_has(tied):
     facts = llama(tied_embeddings=tied, vocab_size=301, num_layers=3)
     assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == facts.num_parameters
+    modules = facts.modules(16.0)
+    assert [module.name for module in modules] == [
+        "tok_embeddings",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "norm",
+        "output",
+    ]
+    assert sum(module.parameters for module in modules) == facts.num_parameters
+    assert sum(module.flops_per_token for module in modules) == facts.flops_per_token(16.0)
+    in_a_pipeline = sum(module.parameters for module in facts.modules(16.0, is_cut=True))
+    assert in_a_pipeline == facts.num_parameters + tied * facts.vocab_size * facts.dim, "both stages have the weight"
 
 
 @pytest.mark.parametrize("tied", [False, True])
