@@ -112,7 +112,7 @@ def to_save(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str
                 tensors[f"{name}.{key}"] = laid_out(numbers.view(local_tensor(parameter).shape), parameter)
                 tensors[f"{name}.{scale_key(key, parameter)}"] = state[f"{key}{SCALE}"]
             else:
-                tensors[f"{name}.{key}"] = value.detach()
+                tensors[f"{name}.{key}"] = value
     return tensors
 
 

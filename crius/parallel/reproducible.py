@@ -42,7 +42,7 @@ def hash_bits(values: Tensor) -> Tensor:
     multiplies each value by a factor of its place, in wrapping 64 bits. The hash does not protect against someone who
     constructs two tensors with the same hash.
     """
-    flat = values.detach().reshape(-1)
+    flat = values.reshape(-1)
     bits = flat.view(_INTS[flat.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=values.device)
     chunk = CHUNK.get(values.device.type, _CHUNK)

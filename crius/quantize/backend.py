@@ -107,7 +107,7 @@ class Float8Linear(_Padded):
     def gather_in_float8(self) -> None:
         """Wrap the weight so that FSDP gathers it in float8. Call before the weight is sharded."""
         dtype = self._config.cast_config_weight.target_dtype
-        wrapped = WeightWithDynamicFloat8CastTensor(self.weight.detach(), self.mm_config, dtype)
+        wrapped = WeightWithDynamicFloat8CastTensor(self.weight, self.mm_config, dtype)
         self.weight = nn.Parameter(wrapped, requires_grad=self.weight.requires_grad)
 
 

@@ -329,6 +329,21 @@ def test_retention_keeps_the_newest_and_every_nth(tmp_path):
     assert loaded(tmp_path, 4) == 4
 
 
+def test_the_first_of_two_steps_is_loaded_if_it_is_asked_for(tmp_path):
+    saver = saver_in(tmp_path, mode="sync")
+    for step in (0, 3):
+        save(saver, step)
+    assert (loaded(tmp_path, 0), loaded(tmp_path)) == (0, 3)
+
+
+def test_a_parameter_is_filled_without_a_gradient(tmp_path):
+    save(saver_in(tmp_path, mode="sync"), 3)
+    weight = torch.nn.Parameter(torch.zeros(64, 3))
+    found = found_in(tmp_path)
+    load_tensors(found.sources(["model.w"]), {"model.w": weight})
+    assert weight.requires_grad and torch.equal(weight, tensors_of(3)["model.w"])
+
+
 def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
     save(saver_in(tmp_path, mode="sync"), 3)
     with pytest.raises(CheckpointError, match="no checkpoint of step 4") as caught:
