@@ -49,6 +49,7 @@ ROOMS = {
     "config": {
         "rules": RULES,
         "facts": RULES,
+        "changes": ("test_data_boundary",),
         "": (
             *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config"),
             f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",
@@ -116,6 +117,7 @@ ROOMS = {
     "interop": {
         "adapters": ("test_lora", "test_foreign_weights"),
         "peft": ("test_lora", "test_foreign_weights"),
+        "kept": ("test_kept_tokenizer",),
         "": (
             *("test_foreign_weights", "test_convert", "test_import_gguf", "test_hostile", "test_hostile_files"),
             "test_import",

@@ -24,6 +24,7 @@ from crius.config.data import DataConfig
 from crius.data import huggingface
 from crius.errors import CheckpointError, DataError
 from crius.interop.safetensors_file import INDEX, read_safetensors
+from crius.interop.unpickle import Table, read_pickle
 from crius.tools.convert.convert import convert
 from crius.tools.convert.dcp import METADATA, read_dcp
 
@@ -252,3 +253,19 @@ def test_a_script_in_a_dataset_folder_is_not_run(tmp_path):
     with contextlib.suppress(DataError):
         next(iter(huggingface.load(DataConfig(source="huggingface", path=(str(folder),)), "train")))
     assert not (tmp_path / "marker").exists()
+
+
+def as_python(value):
+    if isinstance(value, Table):
+        return {key: as_python(child) for key, child in value.pairs}
+    return type(value)(map(as_python, value)) if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_of_plain_values_is_read_as_python_reads_it(protocol):
+    twice = ["the same", 2.5]
+    values = [None, True, False, 0, 255, 256, 65_536, -1, 2**40, "", "é" * 300, 1e300, (), (1,), (1, 2), (1, 2, 3)]
+    values += [(1, 2, 3, 4), [], [1], [1, [2, [3]]], {}, {"a": 1}, {"a": 1, "b": {"c": (twice, twice)}}, twice]
+    if protocol > 2:  # before, bytes are a call
+        values += [b"", b"\xff" * 300]
+    assert as_python(read_pickle(pickle.dumps(values, protocol), (), "here")) == values
