@@ -45,20 +45,38 @@ RULES = (
     *("test_rules_pipeline", "test_rules_training", "test_rules_stability", "test_rules_kernels"),
     *("test_rules_reproducible", "test_rules_quantize", "test_rules_experts", "test_rules"),
 )
+LONG_PARSES = (
+    f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",
+    f"--deselect={CONFIG}::test_no_released_flag_disappears",
+    f"--deselect={CONFIG}::test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml",
+)
 ROOMS = {
     "config": {
+        "rules_lora": ("test_lora", "test_rules_quantize"),
         "rules": RULES,
         "facts": RULES,
-        "changes": ("test_data_boundary",),
+        "changes": ("test_data_boundary", "test_hostile_state", "test_from_hf"),
+        "resolve": (
+            *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
+            *("test_rules_reproducible", "test_planner_memory", *LONG_PARSES),
+        ),
+        "lora": ("test_lora",),
+        "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),
+        "param_groups": ("test_optim_states", "test_optim", "test_rules_training"),
+        "load": ("test_config", "test_from_hf", *LONG_PARSES),
+        "toml_file": ("test_config", "test_from_hf", "test_help", "test_redact", *LONG_PARSES),
         "": (
-            *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config"),
-            f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",
-            f"--deselect={CONFIG}::test_no_released_flag_disappears",
-            f"--deselect={CONFIG}::test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml",
+            *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config", "test_rules_experts"),
+            *LONG_PARSES,
         ),
     },
     "models": {
         "huggingface": ("test_model", "test_from_hf"),
+        "config": ("test_model", "test_from_hf", "test_moe"),
+        "layers": (
+            *("test_model", "test_context_order", "test_import"),
+            *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "head_norms")),
+        ),
         "": (
             *("test_moe", "test_model", "test_decode"),
             *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "experts", "sigmoid_experts")),
@@ -68,6 +86,7 @@ ROOMS = {
         "cpu": ("test_blocked_attention", "test_kernels"),
         "linear_cross_entropy": ("test_linear_cross_entropy",),
         "grouped_mm": ("test_grouped_mm",),
+        "choice": ("test_kernels", "test_rules_kernels", "test_attention_backends"),
         "": (
             *("test_rules_kernels", "test_attention_backends", "test_document_attention", "test_blocked_attention"),
             "test_linear_cross_entropy",
@@ -83,23 +102,31 @@ ROOMS = {
         "kernel_cache": ("test_compile_folder",),
         "reproducible": ("test_rules_reproducible", "test_exact_sums"),
         "lora": ("test_lora", f"{LAYOUT}[llama3 fsdp2_tp2]"),
+        "init": ("test_model", f"{LAYOUT}[llama3 fsdp2_tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+        "gradients": ("test_stability", "test_squared_norm", f"{LAYOUT}[llama3 fsdp2]"),
+        "mesh": tuple(f"{LAYOUT}[llama3 {layout}]" for layout in ("cp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
+        "runtime": ("test_launch_local", "test_shared_gpu", "test_effects", f"{LAYOUT}[llama3 fsdp2_tp2]"),
         "": (
             *("test_async_tensor", "test_context_order", "test_pipeline_stages"),
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
             f"{LAYOUT}[qwen3_moe fsdp2_ep2]",
         ),
     },
-    "quantize": {"": ("test_quantize", "test_rules_quantize", "test_lora", "test_low_precision")},
+    "quantize": {
+        "frozen": ("test_lora",),
+        "": ("test_quantize", "test_rules_quantize", "test_low_precision"),
+    },
     "data": {
         "chat": ("test_chat_files", "test_data_samples", "test_chat_masks"),
-        "loader": ("test_data_loader",),
+        "loader": ("test_data_loader", "test_data_boundary"),
+        "sample_log": ("test_audit", "test_data_show"),
         "lock": ("test_lock", "test_data_prepare"),
         "prepare": ("test_data_prepare", "test_data_boundary"),
         "show": ("test_data_show",),
         "tokenizer": ("test_data_tokenizer", "test_tokenizer_files"),
         "": (
             *("test_data_corpus", "test_data_documents", "test_data_stream", "test_data_checked", "test_data_tokens"),
-            *("test_data_tokenizer", "test_data_boundary", "test_data_samples"),
+            *("test_data_tokenizer", "test_data_boundary", "test_data_samples", "test_data_prepare"),
         ),
     },
     "optim": {
@@ -109,6 +136,9 @@ ROOMS = {
         ),
     },
     "checkpoint": {
+        "kept": ("test_kept_tokenizer",),
+        "manifest": ("test_checkpoint_format", "test_checkpoint_folder", "test_hostile_files", "test_checkpoint_cli"),
+        "plain": ("test_import", "test_export"),
         "": (
             *("test_checkpoint_folder", "test_checkpoint_disk", "test_checkpoint_saver", "test_checkpoint_cli"),
             *("test_checkpoint_url", "test_newest", "test_hostile_state", "test_checkpoint_format"),
@@ -118,6 +148,11 @@ ROOMS = {
         "adapters": ("test_lora", "test_foreign_weights"),
         "peft": ("test_lora", "test_foreign_weights"),
         "kept": ("test_kept_tokenizer",),
+        "casting": ("test_export",),
+        "context": ("test_export",),
+        "unpickle": ("test_hostile", "test_convert"),
+        "safetensors": ("test_foreign_weights", "test_hostile_files", "test_hostile", "test_import"),
+        "weights": ("test_foreign_weights", "test_import", "test_kept_tokenizer"),
         "": (
             *("test_foreign_weights", "test_convert", "test_import_gguf", "test_hostile", "test_hostile_files"),
             "test_import",
@@ -127,6 +162,16 @@ ROOMS = {
         "stability": ("test_stability", "test_rules_stability"),
         "saving": ("test_saving", "test_newest"),
         "checkpoints": ("test_saving", "test_newest"),
+        "inputs": ("test_from_hf", "test_data_boundary", "test_foreign_weights", "test_import", "test_kept_tokenizer"),
+        "setup": (
+            "test_dtype_auto",
+            "test_blocked_attention",
+            "test_document_attention",
+            "test_run_file",
+            "test_cards",
+        ),
+        "effects": ("test_effects", "test_cards"),
+        "tools": ("test_cards", "test_planner_runs"),
         "": (
             *("test_squared_norm", "test_loads", "test_effects", "test_metrics", "test_stability", "test_saving"),
             *(f"{ORACLE}[{case}]" for case in ("causal", "last_partial_batch", "validation", "accumulation")),
@@ -141,7 +186,10 @@ ROOMS = {
         "fit": ("test_planner_validate",),
         "explain": ("test_explaining", "test_planner_output"),
         "plan": ("test_planner_auto", "test_planner_cli"),
-        "": ("test_planner_memory", "test_planner_time", "test_planner_auto", "test_planner_runs", "test_planner_cli"),
+        "": (
+            *("test_planner_memory", "test_planner_time", "test_planner_auto", "test_planner_runs", "test_planner_cli"),
+            "test_planner_validate",
+        ),
     },
     "tools/evaluate": {"": ("test_evaluate", "test_lm_eval_tasks")},
 }

@@ -147,7 +147,7 @@ def to_load(
                 targets[f"{name}.{key}"] = laid_out(numbers, parameter)
                 raised.append((state, key, parameter, numbers))
             else:
-                targets[f"{name}.{key}"] = value.detach()
+                targets[f"{name}.{key}"] = value
 
     def finish() -> None:
         for state, key, parameter, numbers in raised:

@@ -63,7 +63,7 @@ class Gradients:
             output.register_hook(self._note_peak)
 
     def _note_peak(self, gradient: Tensor) -> None:
-        peak = torch.linalg.vector_norm(local_tensor(gradient.detach()), ord=torch.inf)
+        peak = torch.linalg.vector_norm(local_tensor(gradient), ord=torch.inf)
         self._local_peak = peak if self._local_peak is None else torch.maximum(self._local_peak, peak)
 
     def take_local_peak(self) -> Tensor | None:

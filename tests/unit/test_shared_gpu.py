@@ -197,3 +197,11 @@ def test_a_pipeline_over_gloo_is_one_of_the_problems_of_a_run(verb, share, capsy
         assert problem in said
     assert "visible GPUs" not in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_user_has_set_the_allocator_under_either_name(name):
+    given = {name: "max_split_size_mb:64"} if name else {}
+    environ = dict(given)
+    runtime.let_segments_grow(environ)
+    assert environ == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
