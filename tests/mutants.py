@@ -44,6 +44,7 @@ LAYOUT = "tests/parity/test_layouts.py::test_every_layout_computes_what_one_devi
 RULES = (
     *("test_rules_pipeline", "test_rules_training", "test_rules_stability", "test_rules_kernels"),
     *("test_rules_reproducible", "test_rules_quantize", "test_rules_experts", "test_rules"),
+    "test_rule_bounds",
 )
 LONG_PARSES = (
     f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",

@@ -1,5 +1,7 @@
 """One spelling of a layout, everywhere."""
 
+from dataclasses import replace
+
 import pytest
 
 from crius.config.layout import OPTIONS, Layout, apply_layout, batch_unit, option_changes, parse_layout
@@ -33,6 +35,22 @@ def test_a_spelling_is_a_layout_and_back(text, layout, ranks):
     assert parse_layout(text) == layout
     assert str(layout) == text
     assert layout.num_ranks == ranks
+
+
+@pytest.mark.parametrize(("text", "layout", "ranks"), SPELLINGS)
+def test_the_degrees_of_a_config_are_a_layout_on_as_many_ranks(text, layout, ranks):
+    config = apply_layout(RunConfig(training=TrainingConfig(global_batch_size=96)), layout).parallelism
+    assert Layout.of(config, ranks) == replace(layout, accum=1, options=())
+    with pytest.raises(LayoutError, match=f"the degrees multiply to {ranks} ranks, but there are {ranks + 1}: pp"):
+        Layout.of(config, ranks + 1)
+    rest = replace(config, data_parallel_shard_degree=-1)
+    assert Layout.of(rest, 3 * ranks).num_ranks == 3 * ranks
+
+
+def test_a_layout_counts_the_ranks_that_share_weights_experts_and_sequences():
+    layout = parse_layout("hsdp2x3_cp5_tp4_ep6")
+    assert (layout.fsdp, layout.efsdp, layout.batch) == (15, 10, 6)
+    assert layout.axes == "pp 1 x dp_replicate 2 x dp_shard 3 x cp 5 x tp 4"
 
 
 @pytest.mark.parametrize(
