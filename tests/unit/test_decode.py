@@ -144,6 +144,19 @@ def test_log_probabilities_are_those_of_all_rows_and_ids_without_a_text_do_not_c
     torch.testing.assert_close(torch.cat([step.log_probs_B for step in steps]), want, rtol=1e-5, atol=1e-5)
 
 
+def test_prompts_of_several_lengths_are_continued_as_each_alone():
+    model = built("llama3", torch.float64)
+    prompts = [row[:length].tolist() for row, length in zip(ids(3), (3, 6, 5), strict=True)]
+
+    def continued(*prompts):
+        steps = generate(model, prompts, lambda logits: logits.argmax(-1), max_new_tokens=8)
+        return torch.stack([step.ids_B for step in steps], 1).tolist()
+
+    together = continued(*prompts)
+    assert together == [continued(prompt)[0] for prompt in prompts]
+    assert [len(row) for row in together] == [8, 8, 8]
+
+
 def test_matrices_stored_by_columns_compute_the_same():
     model, tokens = built("llama3_tied"), ids()
     with torch.no_grad():
@@ -203,6 +216,15 @@ def test_draws_follow_the_probabilities(name):
 )
 def test_only_the_most_probable_token_is_left(cut):
     assert counts_of(LOGITS, 500, **cut).tolist() == [0, 500, 0, 0, 0, 0]
+
+
+def test_tokens_are_kept_until_their_probabilities_reach_top_p():
+    """The first of two equal ones reaches a half; the second is left out."""
+    logits = torch.tensor([[0.0, 0.0, -math.inf]]).expand(2, -1)
+    uniform = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    first, second = sample(logits, uniform, temperature=1.0, top_p=0.5).tolist()
+    assert first == second
+    assert sample(logits, uniform, temperature=1.0, top_p=0.51).tolist() in ([0, 1], [1, 0])
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])

@@ -1,8 +1,9 @@
 """Llama 3 as a model: its sizes, what a token may see, and that plan, init rules and FLOPs fit it."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+import sigmoid_moe
 import torch
 from harness import llama
 from torch import nn
@@ -12,10 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from crius.config.parallelism import ParallelismConfig
 from crius.errors import PlanError
 from crius.models import registry
-from crius.models.config import resized
+from crius.models.adapted import Adapted
+from crius.models.config import RopeScaling, resized
 from crius.models.decoder import Block, check_decoder
 from crius.models.description import Buffer
-from crius.models.layers import DocumentMask, Linear
+from crius.models.layers import DocumentMask, Linear, float32_frequencies, rotary_frequencies, stretched_frequencies
 from crius.models.plan import match
 from crius.parallel.allocate import allocate
 from crius.parallel.fsdp import plan_units
@@ -45,6 +47,16 @@ WITH_EXPERTS = {
     ("qwen3_moe", "235b-a22b"): (235_093_634_560, 22_190_763_520),
     ("mixtral", "8x7b"): (46_702_792_704, 12_879_925_248),
     ("mixtral", "8x22b"): (140_630_071_296, 39_161_468_928),
+}
+# rope_theta and rms_norm_eps of their config.json
+BASES = {"llama3": (5e5, 1e-5), "qwen3": (1e6, 1e-6), "qwen3_moe": (1e6, 1e-6), "mixtral": (1e6, 1e-5)}
+# of models for tests and benchmarks, whose recorded curves and times are of these sizes
+OURS = {
+    ("llama3", "debug"): (1_706_112, 1_706_112),
+    ("llama3", "6m"): (5_770_496, 5_770_496),
+    ("qwen3", "debug"): (2_099_840, 2_099_840),
+    ("qwen3_moe", "debug"): (2_889_088, 1_119_616),
+    ("mixtral", "debug"): (1_510_528, 920_704),
 }
 # of models that are planned only: all, and those that compute one token (transformers' classes on the meta device)
 PLANNED = {
@@ -82,6 +94,33 @@ def test_flavor_with_experts_has_the_published_numbers_of_parameters(name, flavo
     facts = registry.SPECS[name].describe(flavor)
     assert (facts.num_parameters, facts.num_active_parameters) == WITH_EXPERTS[name, flavor]
     assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == facts.num_parameters
+
+
+@pytest.mark.parametrize(("name", "flavor"), [*PUBLISHED, *WITH_EXPERTS])
+def test_flavor_has_the_published_frequencies_and_norms(name, flavor):
+    """``rope_scaling`` is that of Llama 3.1, but for the factor of 3.2."""
+    config = registry.SPECS[name].describe(flavor).config
+    factor = 32.0 if flavor == "1b" else 8.0
+    scaling = RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    assert (config.rope_theta, config.norm_eps) == BASES[name]
+    assert config.rope_scaling == (scaling if name == "llama3" else None)
+    assert not config.rope_float32
+
+
+@pytest.mark.parametrize(("name", "flavor"), WITH_EXPERTS)
+def test_flavor_with_experts_routes_as_published(name, flavor):
+    config = registry.SPECS[name].describe(flavor).config
+    assert (config.score, config.norm_topk, config.route_scale, config.router_bias) == ("softmax", True, 1.0, False)
+    assert (config.num_groups, config.top_groups) == (1, 1)
+    assert (config.shared_ffn_dim, config.num_dense_layers) == (0, 0)
+
+
+@pytest.mark.parametrize(("name", "flavor"), OURS)
+def test_flavors_of_tests_and_benchmarks_keep_their_sizes(name, flavor):
+    facts = registry.SPECS[name].describe(flavor)
+    assert (facts.num_parameters, facts.num_active_parameters) == OURS[name, flavor]
+    assert facts.config.rope_theta == (1e4 if flavor == "6m" else BASES[name][0])
+    assert facts.attention.has_head_norms == name.startswith("qwen3")
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -145,6 +184,64 @@ def test_flops_per_token_is_what_torch_counts():
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         started(SMALL)(random_tokens(24, 0))
     assert 3 * counter.get_total_flops() == SMALL.flops_per_token(24) * 2 * 24
+
+
+def test_frozen_weights_cost_a_third_less_and_adapters_as_much_as_weights():
+    shapes = {"layers.0.attention.wk": (64, 128), "layers.1.feed_forward.w2": (128, 384)}
+    adapted = replace(SMALL, adapted=Adapted(4, tuple(shapes)))
+    factors = [(weight.name, weight.shape, weight.unit) for weight in adapted.trained]
+    assert factors == [
+        ("layers.0.attention.wk.lora_A", (4, 128), "layers.0"),
+        ("layers.0.attention.wk.lora_B", (64, 4), "layers.0"),
+        ("layers.1.feed_forward.w2.lora_A", (4, 384), "layers.1"),
+        ("layers.1.feed_forward.w2.lora_B", (128, 4), "layers.1"),
+    ]
+    assert adapted.num_trained == 4 * (128 + 64 + 384 + 128)
+    frozen = SMALL.flops_per_token(9.0) - 2 * SMALL.matmul_parameters
+    assert adapted.flops_per_token(9.0) == frozen + 6 * adapted.num_trained
+
+
+def test_descriptions_are_equal_where_their_sizes_are():
+    again = replace(SMALL)
+    assert again == SMALL
+    assert hash(again) == hash(SMALL)
+    assert SMALL not in (DEBUG, SMALL.name, None)
+
+
+def test_layers_with_experts_follow_the_dense_ones():
+    facts = sigmoid_moe.SPEC.describe("small")
+    assert [facts.dense[0], facts.experts[0], facts.num_layers] == [1, 3, 4]
+    assert not facts.dense[1].feed_forward.num_experts
+    assert [facts.ffn_dim, facts.num_experts, facts.top_k] == [64, 8, 2]
+    assert facts.is_routed
+    names = {weight.name.split(".feed_forward.")[0] for weight in facts.weights if weight.is_routed}
+    assert names == {"layers.1", "layers.2", "layers.3"}
+    assert not sigmoid_moe.SPEC.describe("small", top_k=8).is_routed
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(factor=8.0), RopeScaling(factor=2.0, low_freq_factor=3.0)])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+def test_both_forms_of_the_frequencies_are_the_same_numbers(theta, scaling):
+    """One is written as the paper has it, in float64, the other as transformers computes it."""
+    plain = rotary_frequencies(64, theta, torch.device("cpu"))
+    got = stretched_frequencies(plain, **asdict(scaling)) if scaling else plain
+    torch.testing.assert_close(got.float(), float32_frequencies(64, theta, scaling), rtol=1e-6, atol=0)
+    assert plain[0] == got[0] == 1.0
+    assert plain[31].item() == pytest.approx(theta ** (-62 / 64), rel=1e-12)
+    if scaling and theta == 5e5:
+        assert got[31] == plain[31] / scaling.factor
+
+
+def test_a_loss_without_chunks_is_the_sum_over_tokens_with_a_label():
+    model = started(SMALL)
+    tokens = random_tokens(24, 0)
+    labels = tokens.roll(-1, 1)
+    labels[:, 20:] = -100
+    assert model.loss.chunks is None
+    with torch.no_grad():
+        logits = model(tokens)[:, :20].flatten(0, 1).double()
+        want = nn.functional.cross_entropy(logits, labels[:, :20].flatten(), reduction="sum")
+        torch.testing.assert_close(model(tokens, labels_BT=labels), want, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
