@@ -41,11 +41,18 @@ ORACLE = "tests/oracle/test_oracle.py::test_a_run_is_what_a_plain_loop_computes"
 CONFIG = "tests/unit/test_config.py"
 LAYOUT = "tests/parity/test_layouts.py::test_every_layout_computes_what_one_device_computes"
 
+WRONG_MODULES = "test_what_is_wrong_with_a_module_is_one_error"
+SETTINGS_OF_EXPERTS = (
+    "test_a_config_json_says_each_size_again",
+    "test_rows_are_named_by_their_number",
+)
+
 RULES = (
     *("test_rules_pipeline", "test_rules_training", "test_rules_stability", "test_rules_kernels"),
     *("test_rules_reproducible", "test_rules_quantize", "test_rules_experts", "test_rules"),
     "test_rule_bounds",
 )
+DEFAULTS = f"{CONFIG}::test_a_default_changes_only_with_its_line"
 LONG_PARSES = (
     f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",
     f"--deselect={CONFIG}::test_no_released_flag_disappears",
@@ -56,12 +63,12 @@ ROOMS = {
         "rules_lora": ("test_lora", "test_rules_quantize"),
         "rules": RULES,
         "facts": RULES,
-        "changes": ("test_data_boundary", "test_hostile_state", "test_from_hf"),
+        "changes": ("test_changes", "test_data_boundary", "test_hostile_state", "test_from_hf"),
         "resolve": (
             *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
             *("test_rules_reproducible", "test_planner_memory", *LONG_PARSES),
         ),
-        "lora": ("test_lora",),
+        "lora": ("test_lora", DEFAULTS),
         "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),
         "param_groups": ("test_optim_states", "test_optim", "test_rules_training"),
         "load": ("test_config", "test_from_hf", *LONG_PARSES),
@@ -72,7 +79,11 @@ ROOMS = {
         ),
     },
     "models": {
-        "huggingface": ("test_model", "test_from_hf"),
+        "huggingface": (
+            *("test_model", "test_from_hf"),
+            *(f"tests/unit/test_qwen3_moe.py::{name}" for name in SETTINGS_OF_EXPERTS),
+        ),
+        "registry": (f"tests/unit/test_import_models.py::{WRONG_MODULES}", "test_model"),
         "config": ("test_model", "test_from_hf", "test_moe"),
         "layers": (
             *("test_model", "test_context_order", "test_import"),
