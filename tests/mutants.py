@@ -66,7 +66,7 @@ ROOMS = {
         "changes": ("test_changes", "test_data_boundary", "test_hostile_state", "test_from_hf"),
         "resolve": (
             *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
-            *("test_rules_reproducible", "test_planner_memory", *LONG_PARSES),
+            *("test_rules_reproducible", "test_planner_memory", "test_pipeline_stages", *LONG_PARSES),
         ),
         "lora": ("test_lora", DEFAULTS),
         "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),
@@ -75,7 +75,7 @@ ROOMS = {
         "toml_file": ("test_config", "test_from_hf", "test_help", "test_redact", *LONG_PARSES),
         "": (
             *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config", "test_rules_experts"),
-            *LONG_PARSES,
+            *("test_typed", "test_rule_bounds", *LONG_PARSES),
         ),
     },
     "models": {

@@ -9,6 +9,7 @@ from harness import llama
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import (
     SPLIT_BACKWARD,
+    cost,
     is_layer,
     join_names,
     legal_microbatches,
@@ -21,7 +22,9 @@ from crius.config.pipeline import (
     splits_backward,
     stages_per_rank,
 )
+from crius.config.resolve import BatchSizes, batch_sizes, open_microbatches
 from crius.config.schedule import read_schedule, run_order
+from crius.config.training import TrainingConfig
 from crius.errors import LayoutError
 from crius.models import registry
 from crius.parallel.pipeline import forward_steps
@@ -64,6 +67,43 @@ def test_the_greatest_cost_is_as_small_as_any_cut_makes_it(stages):
     cuts = [(0, *cut, len(names)) for cut in combinations(range(2, 10), stages - 1)]  # before layers 1 to 8
     every = [[names[a:b] for a, b in zip(cut, cut[1:], strict=False)] for cut in cuts]
     assert greatest == pytest.approx(min(max(stage_costs(whole, parts)) for parts in every), rel=1e-12)  # sum order
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_among_cuts_with_the_same_greatest_cost_the_most_even_is_taken(stages):
+    whole = modules(9, vocab_size=3000)
+    names = [module.name for module in whole]
+    cuts = [(0, *cut, len(names)) for cut in combinations(range(2, 10), stages - 1)]
+    every = [[names[a:b] for a, b in zip(cut, cut[1:], strict=False)] for cut in cuts]
+    costs = [stage_costs(whole, parts) for parts in [*every, split_stages(whole, stages, pipeline(stages))]]
+    least = min(map(max, costs))
+    even = min(sum(one * one for one in row) for row in costs if max(row) <= least * (1 + 1e-9))
+    assert sum(one * one for one in costs[-1]) == pytest.approx(even, rel=1e-9)
+
+
+def test_a_lookup_costs_a_twelfth_of_an_output_layer():
+    whole = {module.name: module for module in modules(2)}
+    assert cost(whole["output"]) == 12 * cost(whole["tok_embeddings"])
+    assert cost(whole["norm"]) == 0.5 * whole["norm"].parameters
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "first", "last", "want"),
+    [
+        (8, 4, 0, 0, [2, 2, 2, 2]),
+        (9, 4, 0, 0, [2, 3, 2, 2]),
+        (10, 4, 0, 0, [2, 3, 3, 2]),
+        (11, 4, 0, 0, [3, 3, 3, 2]),
+        (9, 4, 2, 1, [1, 3, 3, 2]),
+        (7, 4, 1, 1, [1, 3, 2, 1]),
+        (6, 4, 1, -1, [1, 2, 2, 1]),
+        (3, 2, -1, 0, [2, 1]),
+        (4, 1, 0, 0, [4]),
+    ],
+)
+def test_layers_are_dealt_evenly_and_the_rest_goes_to_the_middle(num_layers, stages, first, last, want):
+    parallelism = pipeline(stages, first_stage_less_layers=first, last_stage_less_layers=last)
+    assert layers(split_stages(modules(num_layers), stages, parallelism)) == want
 
 
 def test_less_layers_on_the_first_and_last_stage():
@@ -115,6 +155,39 @@ def test_legal_microbatches_are_what_torch_takes(schedule, degree):
 def test_1f1b_needs_a_microbatch_for_each_stage():
     assert legal_microbatches(pipeline(4), 24) == [4, 6, 8, 12, 24]
     assert legal_microbatches(pipeline(4, "gpipe"), 6) == [1, 2, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "unit", "sizes", "choices"),
+    [
+        # sequences of a microbatch (or -1) and of a step; the unit of microbatches
+        ((-1, 48), 2, 1, BatchSizes(8, 48, 3), [8, 6, 4, 3, 2, 1]),
+        ((-1, 48), 2, 2, BatchSizes(3, 48, 8), [3, 2, 1]),
+        ((-1, 24), 1, 5, BatchSizes(1, 24, 24), [1]),
+        ((-1, 6), 1, 2, BatchSizes(1, 6, 6), [1]),
+        ((-1, 7), 1, 2, BatchSizes(1, 7, 7), [1]),
+        ((-1, 32), 1, 2, BatchSizes(4, 32, 8), [4, 2, 1]),
+        ((-1, 24), 1, 2, BatchSizes(3, 24, 8), [3, 2, 1]),
+        ((-1, -1), 2, 3, BatchSizes(1, 12, 6), [1]),
+        ((2, -1), 2, 3, BatchSizes(2, 12, 3), [2]),
+        ((4, 48), 2, 1, BatchSizes(4, 48, 6), [4]),
+    ],
+)
+def test_a_microbatch_leaves_four_for_each_place_of_the_pipeline(given, ranks, unit, sizes, choices):
+    training = TrainingConfig(local_batch_size=given[0], global_batch_size=given[1])
+    assert batch_sizes(training, ranks, unit) == sizes
+    assert open_microbatches(training, ranks, unit) == choices
+
+
+@pytest.mark.parametrize(
+    ("local", "total", "shards", "want"),
+    [(-1, -1, 8, (1, 8)), (-1, -1, 2, (4, 8)), (-1, -1, 16, (1, 16)), (3, -1, 4, (3, 12)), (-1, 32, 4, (8, 32))],
+)
+def test_a_virtual_shard_is_a_microbatch_and_none_other_is_open(local, total, shards, want):
+    batch = {"local_batch_size": local, "global_batch_size": total, "virtual_shards": shards}
+    training = TrainingConfig(reproducible=True, **batch)
+    assert batch_sizes(training, 2) == BatchSizes(*want, shards // 2)
+    assert open_microbatches(training, 2) == [want[0]]
 
 
 @pytest.mark.parametrize("schedule", TORCH_SCHEDULES)
