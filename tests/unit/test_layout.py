@@ -43,14 +43,6 @@ def test_the_degrees_of_a_config_are_a_layout_on_as_many_ranks(text, layout, ran
     assert Layout.of(config, ranks) == replace(layout, accum=1, options=())
     with pytest.raises(LayoutError, match=f"the degrees multiply to {ranks} ranks, but there are {ranks + 1}: pp"):
         Layout.of(config, ranks + 1)
-    rest = replace(config, data_parallel_shard_degree=-1)
-    assert Layout.of(rest, 3 * ranks).num_ranks == 3 * ranks
-
-
-def test_a_layout_counts_the_ranks_that_share_weights_experts_and_sequences():
-    layout = parse_layout("hsdp2x3_cp5_tp4_ep6")
-    assert (layout.fsdp, layout.efsdp, layout.batch) == (15, 10, 6)
-    assert layout.axes == "pp 1 x dp_replicate 2 x dp_shard 3 x cp 5 x tp 4"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from dataclasses import asdict, replace
 
 import pytest
-import sigmoid_moe
 import torch
 from harness import llama
 from torch import nn
@@ -104,15 +103,6 @@ def test_flavor_has_the_published_frequencies_and_norms(name, flavor):
     scaling = RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
     assert (config.rope_theta, config.norm_eps) == BASES[name]
     assert config.rope_scaling == (scaling if name == "llama3" else None)
-    assert not config.rope_float32
-
-
-@pytest.mark.parametrize(("name", "flavor"), WITH_EXPERTS)
-def test_flavor_with_experts_routes_as_published(name, flavor):
-    config = registry.SPECS[name].describe(flavor).config
-    assert (config.score, config.norm_topk, config.route_scale, config.router_bias) == ("softmax", True, 1.0, False)
-    assert (config.num_groups, config.top_groups) == (1, 1)
-    assert (config.shared_ffn_dim, config.num_dense_layers) == (0, 0)
 
 
 @pytest.mark.parametrize(("name", "flavor"), OURS)
@@ -189,34 +179,10 @@ def test_flops_per_token_is_what_torch_counts():
 def test_frozen_weights_cost_a_third_less_and_adapters_as_much_as_weights():
     shapes = {"layers.0.attention.wk": (64, 128), "layers.1.feed_forward.w2": (128, 384)}
     adapted = replace(SMALL, adapted=Adapted(4, tuple(shapes)))
-    factors = [(weight.name, weight.shape, weight.unit) for weight in adapted.trained]
-    assert factors == [
-        ("layers.0.attention.wk.lora_A", (4, 128), "layers.0"),
-        ("layers.0.attention.wk.lora_B", (64, 4), "layers.0"),
-        ("layers.1.feed_forward.w2.lora_A", (4, 384), "layers.1"),
-        ("layers.1.feed_forward.w2.lora_B", (128, 4), "layers.1"),
-    ]
+    assert [weight.unit for weight in adapted.trained] == ["layers.0", "layers.0", "layers.1", "layers.1"]
     assert adapted.num_trained == 4 * (128 + 64 + 384 + 128)
     frozen = SMALL.flops_per_token(9.0) - 2 * SMALL.matmul_parameters
     assert adapted.flops_per_token(9.0) == frozen + 6 * adapted.num_trained
-
-
-def test_descriptions_are_equal_where_their_sizes_are():
-    again = replace(SMALL)
-    assert again == SMALL
-    assert hash(again) == hash(SMALL)
-    assert SMALL not in (DEBUG, SMALL.name, None)
-
-
-def test_layers_with_experts_follow_the_dense_ones():
-    facts = sigmoid_moe.SPEC.describe("small")
-    assert [facts.dense[0], facts.experts[0], facts.num_layers] == [1, 3, 4]
-    assert not facts.dense[1].feed_forward.num_experts
-    assert [facts.ffn_dim, facts.num_experts, facts.top_k] == [64, 8, 2]
-    assert facts.is_routed
-    names = {weight.name.split(".feed_forward.")[0] for weight in facts.weights if weight.is_routed}
-    assert names == {"layers.1", "layers.2", "layers.3"}
-    assert not sigmoid_moe.SPEC.describe("small", top_k=8).is_routed
 
 
 @pytest.mark.parametrize("scaling", [None, RopeScaling(factor=8.0), RopeScaling(factor=2.0, low_freq_factor=3.0)])

@@ -130,13 +130,6 @@ def test_a_balance_loss_that_is_no_number_or_huge_is_counted_as_one_that_fits(sc
     assert router(x)[2][-1].item() == counted * 2**32
 
 
-def test_a_bias_stays_where_no_rate_is_set():
-    moe, _ = layer()
-    moe.load[:-1] = torch.arange(8)
-    moe.after_update()
-    assert moe.router.bias.tolist() == [0.0] * 8
-
-
 def test_validation_brings_no_losses():
     router, x = layer(kind=Router)
     router.aux_scale = 1.0
