@@ -84,7 +84,7 @@ ROOMS = {
             *(f"tests/unit/test_qwen3_moe.py::{name}" for name in SETTINGS_OF_EXPERTS),
         ),
         "registry": (f"tests/unit/test_import_models.py::{WRONG_MODULES}", "test_model"),
-        "config": ("test_model", "test_from_hf", "test_moe"),
+        "config": ("test_model", "test_from_hf", "test_moe", f"{ORACLE}[sigmoid_experts]"),
         "layers": (
             *("test_model", "test_context_order", "test_import"),
             *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "head_norms")),

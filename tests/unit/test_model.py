@@ -111,6 +111,7 @@ def test_flavors_of_tests_and_benchmarks_keep_their_sizes(name, flavor):
     assert (facts.num_parameters, facts.num_active_parameters) == OURS[name, flavor]
     assert facts.config.rope_theta == (1e4 if flavor == "6m" else BASES[name][0])
     assert facts.attention.has_head_norms == name.startswith("qwen3")
+    assert registry.families()[name].splits_rows == (facts.num_experts > 0)
 
 
 @pytest.mark.parametrize("name", PLANNED)

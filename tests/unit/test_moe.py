@@ -123,7 +123,7 @@ def test_a_balanced_sequence_has_the_least_balance_loss():
     assert balanced < 1.05 < 3 < worst
 
 
-@pytest.mark.parametrize(("scale", "counted"), [(float("nan"), 0.0), (float("inf"), 2.0**20), (1e30, 2.0**20)])
+@pytest.mark.parametrize(("scale", "counted"), [(float("nan"), 0.0), (1e30, 2.0**20)])
 def test_a_balance_loss_that_is_no_number_or_huge_is_counted_as_one_that_fits(scale, counted):
     router, x = layer(kind=Router)
     router.aux_scale = scale

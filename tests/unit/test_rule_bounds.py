@@ -100,5 +100,5 @@ ZEROS = (
 
 def test_a_size_of_0_is_refused_and_ends_no_other_rule():
     for name in ZEROS:
-        facts = facts_of([TENSOR, "2", "--quantize.dense.float8.enable", f"--{name}=0"], ranks=4)
+        facts = facts_of([TENSOR, "2", "--model.num_kv_heads", "4", f"--{name}=0"], ranks=4)
         assert [error for rule in rules.RULES for error in rule(facts) if name in error.where], name
