@@ -26,7 +26,7 @@ def test_the_last_of_several_values_stays_in_its_place(typed, kept):
     ("a", "b", "number"),
     [
         *[("", "abc", 3), ("kitten", "sitting", 3)],
-        *[("ab", "ba", 1), ("xab", "xba", 1), ("abx", "bax", 1), ("abcd", "badc", 2), ("ca", "abc", 3)],
+        *[("ab", "ba", 1), ("abx", "bax", 1), ("abcd", "badc", 2), ("ca", "abc", 3)],
     ],
 )
 def test_edits_are_insertions_deletions_replacements_and_swaps(a, b, number):
