@@ -50,14 +50,12 @@ def known_model(facts: Facts) -> Violations:
             spec.describe(model.flavor, **model.sizes)
         except ConfigError as error:
             yield ConfigError(error.what, where=facts.flag(error.where), why=error.why, fix=error.fix)
-    for name, value in vars(model).items():
-        is_size = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_size and value != -1 and not 0 < value < math.inf:
-            yield ConfigError(
-                f"model.{name} {value} is not positive.",
-                where=facts.flag(f"model.{name}"),
-                fix=f"give a positive number, or -1 for the flavor's, e.g. --model.{name} -1",
-            )
+    for name in model.impossible:
+        yield ConfigError(
+            f"model.{name} {getattr(model, name)} is not positive.",
+            where=facts.flag(f"model.{name}"),
+            fix=f"give a positive number, or -1 for the flavor's, e.g. --model.{name} -1",
+        )
 
 
 def heads_divide(facts: Facts) -> Violations:

@@ -218,9 +218,11 @@ def sequence_divides(facts: Facts) -> Violations:
     """Context and sequence parallelism cut a sequence into equal parts."""
     parallelism, seq_len = facts.config.parallelism, facts.config.training.seq_len
     tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    if min(tp, cp, seq_len) < 1:
+        return  # other rules report it
     chunks = 2 * cp if cp > 1 and parallelism.context_parallel_method == "all_gather" else cp
     unit = cp * tp * (chunks // cp if (cp * tp) % chunks else 1)
-    if min(tp, cp) < 1 or seq_len < 1 or seq_len % unit == 0 or list(tensor_parallel_divides(facts)):
+    if seq_len % unit == 0 or list(tensor_parallel_divides(facts)):
         return
     below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
     parts = [f"{tp} tensor-parallel ranks"] * (tp > 1) + [f"{cp} context-parallel ranks"] * (cp > 1)

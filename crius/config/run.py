@@ -100,6 +100,12 @@ class ModelConfig:
     mask, which is slower, except on a GPU in 16 bits without context parallelism."""
 
     @property
+    def impossible(self) -> list[str]:
+        """Sizes that are neither positive nor -1, by field."""
+        numbers = {name: value for name, value in vars(self).items() if type(value) in (int, float)}
+        return [name for name, value in numbers.items() if value != -1 and not 0 < value < math.inf]
+
+    @property
     def sizes(self) -> dict[str, Any]:
         """Sizes that replace the flavor's, by field."""
         others = ("name", "flavor", "from_hf", "attention_mask")

@@ -56,7 +56,7 @@ def describe_model(config: RunConfig) -> ModelDescription:
 def describe_known_model(config: RunConfig) -> ModelDescription | None:
     """``describe_model``; None if there is no such model or flavor, or its sizes are not possible."""
     spec = find_spec(config.model.name)
-    if spec is None or config.model.flavor not in spec.known_flavors:
+    if spec is None or config.model.flavor not in spec.known_flavors or config.model.impossible:
         return None
     try:
         return describe_model(config)

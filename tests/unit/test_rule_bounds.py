@@ -92,7 +92,7 @@ def test_the_words_of_a_range_say_which_numbers_are_in_it():
 
 
 ZEROS = (
-    *(f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "expert")),
+    *(f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "expert", "context")),
     *("parallelism.data_parallel_shard_degree", "training.local_batch_size", "training.seq_len"),
     *(f"model.{name}" for name in ("dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size")),
 )
@@ -102,3 +102,6 @@ def test_a_size_of_0_is_refused_and_ends_no_other_rule():
     for name in ZEROS:
         facts = facts_of([TENSOR, "2", "--model.num_kv_heads", "4", f"--{name}=0"], ranks=4)
         assert [error for rule in rules.RULES for error in rule(facts) if name in error.where], name
+    for flags in (["--model.name", "qwen3_moe", "--model.num_layers", "0"], [PIPELINE, "2", "--model.dim=-7"]):
+        facts = facts_of(flags, ranks=4)
+        assert [error for rule in rules.RULES for error in rule(facts) if "is not positive" in error.what], flags
