@@ -17,6 +17,7 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.load import check_tensors, find, load_tensors
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.save import Place, Saver
+from crius.checkpoint.tensors import StagedPlanner
 from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError
 from crius.train.saving import NEWEST, check_newest, remember
@@ -389,3 +390,31 @@ def test_other_tensors_from_one_save_to_the_next_are_planned_anew(tmp_path):
     saver.save(0, {"model.w": torch.ones(2)}, {"train": {"step": 0}}, head(0), wait=True)
     save(saver, 1, wait=True)
     assert loaded(tmp_path) == 1
+
+
+def test_tensors_that_changed_on_another_rank_are_planned_anew():
+    planner = StagedPlanner()
+    theirs = []
+
+    def gather(mine):
+        return [mine, theirs != planner._planned if isinstance(mine, bool) else theirs]
+
+    tensors = {"model.w": torch.ones(2)}
+    planner.agree(tensors, 0, gather)
+    other = StagedPlanner()
+    other.agree({"model.v": torch.ones(3)}, 0, alone)
+    theirs = other._planned
+    _, metadata = planner.agree(tensors, 0, gather)
+    assert set(metadata.state_dict_metadata) == {"model.v", "model.w"}
+
+
+def test_what_is_written_of_a_parameter_has_no_gradient_and_a_rank_may_have_nothing_to_write():
+    planner = StagedPlanner()
+    plan, _ = planner.agree({"model.w": torch.nn.Parameter(torch.ones(2))}, 0, alone)
+    [item] = plan.items
+    assert not planner.lookup_object(item.index).requires_grad
+    planner.stage()
+    assert planner.has_copies and not planner.lookup_object(item.index).requires_grad
+    planner.agree({}, 0, alone)
+    planner.stage()
+    assert not planner.has_copies

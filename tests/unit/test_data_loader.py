@@ -322,6 +322,26 @@ def test_microbatches_are_slices_and_must_divide(file):
     loader.close()
 
 
+@pytest.mark.parametrize(
+    ("starts", "length", "ends"),
+    [
+        ([(2, 3, 5), (), (1,)], 6, [[2, 3, 5, 6], [6, 6, 6, 6], [1, 6, 6, 6]]),
+        ([(4,), (3,), (5,)], 6, [[4, 6], [3, 6], [5, 6]]),
+        ([(), ()], 6, [[6], [6]]),
+        ([(1, 2)], 3, [[1, 2, 3, 3]]),  # more columns than tokens
+    ],
+)
+def test_a_batch_has_the_ends_of_the_documents_of_each_row(starts, length, ends):
+    positions = torch.arange(length).repeat(len(starts), 1)
+    for row, places in enumerate(starts):
+        for place in places:
+            positions[row, place:] = torch.arange(length - place)
+    batch = Batch(positions, positions, positions, tuple(range(len(starts))))
+    most = 1 + max(map(len, starts))
+    assert batch.with_ends(most).ends_BM.tolist() == ends
+    assert batch.with_ends(most - 1).ends_BM is None
+
+
 @pytest.mark.parametrize("num_samples, batch_size", [(10, 2), (7, 3), (10_000, 8), (1, 4)])
 def test_validation_scores_the_same_sequences_on_any_number_of_ranks(file, num_samples, batch_size):
     held = indexed(file, shuffle=False)

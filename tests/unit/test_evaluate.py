@@ -2,6 +2,7 @@
 
 import fcntl
 import gzip
+import itertools
 import json
 import math
 import shutil
@@ -19,6 +20,7 @@ from crius.models.decode import generate
 from crius.tools.evaluate import run
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Score, figures
+from crius.tools.evaluate.record import Key, Record
 from crius.tools.evaluate.run import open_model
 from crius.tools.evaluate.score import saves, score
 from crius.tools.evaluate.settings import Settings
@@ -119,11 +121,24 @@ def test_a_space_counts_wherever_it_stands_between_context_and_continuation(eval
     assert told[0] == told[1] and told[2] == told[3] != told[1]
 
 
-def test_equal_rows_are_read_once(evaluate, tmp_path):
-    rows = [{"context": "Answer:", "choices": ["A", "B", "C", "D"], "gold": 2}]
+@pytest.mark.parametrize("choices", ["AB", "ABCD"])
+def test_equal_rows_are_read_once(choices, evaluate, tmp_path):
+    rows = [{"context": "Answer:", "choices": [*choices], "gold": 1}]
     (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]))
     found = json.loads(evaluate("--tasks", tmp_path / "one.jsonl", "--json")[1])
-    assert (found["requests"], found["tokens"]) == (4, len("Answer: ")), "each choice is a space and a letter"
+    assert found["requests"] == len(choices)
+    assert found["tokens"] == len("Answer: "), "each choice is a space and a letter"
+
+
+def test_a_batch_is_left_out_only_if_all_of_it_is_known(source):
+    loaded = open_model(str(source), Settings())[0]
+    groups = [[Row((97, 98), (99,))]] * 3
+    for known, wanted in (({0}, [0, 1, 2]), ({0, 1, 2}, []), ((), [0, 1, 2])):
+        told = []
+        tokens = run.score_groups(
+            loaded, groups, 6, lambda number, _, told=told: told.append(number), known.__contains__
+        )
+        assert (told, tokens) == (wanted, 2 * len(wanted))
 
 
 def test_a_record_continues_to_the_same_figures(evaluate, tasks, tmp_path):
@@ -139,6 +154,14 @@ def test_a_record_continues_to_the_same_figures(evaluate, tasks, tmp_path):
     assert again["results"] == whole["results"] and 0 < again["tokens"] < whole["tokens"]
     assert sorted(record.read_bytes().splitlines(keepends=True)) == sorted(lines)
     assert run(tasks)["tokens"] == run(tasks.split(",")[0])["tokens"] == 0
+
+
+def test_a_record_that_is_left_is_free_for_the_next_command(tmp_path):
+    path = str(tmp_path / "record.jsonl")
+    with Record(path, {"dtype": "float32"}, {"t": "digest"}) as record:
+        record.add([(Key("t", 0, 1), Score(-1.5, True, 2))])
+    with Record(path, {"dtype": "float32"}, {"t": "digest"}) as again:  # while the first object is still there
+        assert (record.scores, again.scores) == ({}, {Key("t", 0, 1): Score(-1.5, True, 2)})
 
 
 def test_a_record_of_something_else_is_left_alone(evaluate, tasks, tmp_path):
@@ -197,6 +220,32 @@ def test_figures_are_as_defined():
     assert alone["greedy"].value == 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [  # bits and bytes of each document
+        ([(2, 1), (8, 4)], (2, 2, 2)),
+        ([(2, 2), (8, 4)], (5 / 3, 0.795572, 2.537762)),  # residuals -4/3 and 4/3: 1.959964 * sqrt(2 * 32 / 9) / 6
+        ([(1, 2), (2, 2), (6, 2)], (1.5, 0.003053, 2.996947)),  # 1.959964 * the standard error of 0.5, 1 and 3
+        ([(1, 2), (20, 2)], (5.25, 0, 14.559829)),  # not below 0
+    ],
+)
+def test_bits_per_byte_have_the_interval_of_the_delta_method(rows, want):
+    documents = tuple(Document(at, (Request("", "x" * size),), 0) for at, (_, size) in enumerate(rows))
+    scores = [[Score(-bits * math.log(2), False, 1)] for bits, _ in rows]
+    found = figures(Task("t", "text", documents, len(rows), ""), scores)["bits_per_byte"]
+    assert found == pytest.approx(want, abs=1e-6)
+
+
+def test_a_text_is_greedy_if_all_of_its_windows_are_and_has_their_sums(evaluate, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("Some text of several windows. " * 9)
+    answers = itertools.cycle([Score(-1.0, True, 2), Score(-2.0, False, 3)])
+    monkeypatch.setattr(run, "score", lambda model, groups: [[next(answers) for _ in rows] for rows in groups])
+    record = tmp_path / "record.jsonl"
+    assert evaluate("--tasks", tmp_path / "text.txt", "--max_length", 64, "--out", record)[0] == 0
+    _, row = map(json.loads, record.read_text().splitlines())
+    assert (row["log_prob"], row["is_greedy"], row["tokens"]) == (-7.0, False, 12)  # of five windows
+
+
 def test_generate_and_evaluate_give_a_token_one_log_probability(source):
     """Both over all 320 rows of the model, as transformers does, though 61 of them have no text."""
     loaded = open_model(str(source), Settings())[0]
@@ -206,6 +255,14 @@ def test_generate_and_evaluate_give_a_token_one_log_probability(source):
     [[found]] = score(loaded.model, [[Row((*prompt, *answer[:-1]), tuple(answer))]])
     assert float(torch.cat([step.log_probs_B for step in steps]).sum()) == pytest.approx(found.log_prob, abs=1e-5)
     assert found.log_prob == pytest.approx(reference(source, [*prompt, *answer], len(answer)), abs=1e-5)
+
+
+def test_targets_are_greedy_if_each_is_the_most_probable_id(source):
+    model = open_model(str(source), Settings())[0].model
+    prompt = (97, 98, 99)
+    best = tuple(model(torch.tensor([prompt])).argmax(-1)[0].tolist())
+    found, other = score(model, [[Row(prompt, best)], [Row(prompt, (*best[:2], best[2] ^ 1))]])
+    assert (found[0].is_greedy, found[0].tokens, other[0].is_greedy) == (True, 3, False)
 
 
 def test_every_token_is_a_target_once_and_the_last_window_is_full():
@@ -307,6 +364,8 @@ def test_a_text_after_nothing_comes_after_the_prefix_once():
         ('{"text": "a\\ud800b"}', "surrogate"),
         ('{"context": 1, "continuation": "a"}', "context is not text"),
         ('{"context": "a", "choices": [], "gold": 0}', "no text to score"),
+        ('{"context": "a", "choices": ["b", 3], "gold": 0}', "no text to score"),
+        ('{"context": "a", "choices": ["b", ""], "gold": 0}', "no text to score"),
         ('{"context": "a", "choices": ["b", "c"], "gold": 2}', "gold 2 is not the number"),
         ('{"context": "a", "choices": ["b", "c"], "gold": true}', "gold True"),
         ('{"request": {"context": "a"}, "doc_id": 0}', "not a request"),
