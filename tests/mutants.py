@@ -150,7 +150,10 @@ ROOMS = {
     "checkpoint": {
         "kept": ("test_kept_tokenizer",),
         "manifest": ("test_checkpoint_format", "test_checkpoint_folder", "test_hostile_files", "test_checkpoint_cli"),
-        "plain": ("test_import", "test_export"),
+        "pieces": ("test_checkpoint_pieces", "test_checkpoint_format", "test_checkpoint_saver"),
+        "contents": ("test_checkpoint_pieces",),
+        "plain": ("test_checkpoint_pieces", "test_import", "test_export"),
+        "load": ("test_checkpoint_pieces", "test_checkpoint_saver", "test_newest", "test_hostile_state"),
         "": (
             *("test_checkpoint_folder", "test_checkpoint_disk", "test_checkpoint_saver", "test_checkpoint_cli"),
             *("test_checkpoint_url", "test_newest", "test_hostile_state", "test_checkpoint_format"),

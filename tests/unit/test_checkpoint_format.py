@@ -17,7 +17,7 @@ from crius.checkpoint.files import Part, write_shard
 from crius.checkpoint.folder import damages, extra_files, read_manifest
 from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, Chunk, FileEntry, Manifest, TensorEntry, digest_of
 from crius.checkpoint.pieces import stored
-from crius.checkpoint.tiles import cover
+from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover
 from crius.errors import CheckpointError
 
 STEP = "step-00000020"
@@ -230,6 +230,7 @@ HOSTILE = {
     "dtype is a list": record(tensors=tensor(row(), dtype=["F32"])),
     "negative dim": record(tensors=tensor(row(), shape=(-4, -4))),
     "huge shape": record(tensors=tensor(row(), shape=(2**59, 2**59))),
+    "hash of a part": record(tensors=tensor(row(digest="G" * 32))),
     "many dims": record(tensors=tensor(row(), shape=(1,) * 17)),
     "file of no list": record(tensors=tensor(row(file="c.safetensors"))),
     "part outside its folder": record(tensors=tensor(row(file="../a.safetensors"))),
@@ -309,6 +310,12 @@ def test_parts_that_tile_a_tensor_are_told_from_others(seed):
     for dim, step in itertools.product(range(len(shape)), (-1, 1)):
         moved = (*offset[:dim], offset[dim] + step, *offset[dim + 1 :])
         assert not decodes([*boxes[:full], (moved, size), *boxes[full + 1 :]], shape)
+
+
+@pytest.mark.parametrize(("dims", "is_taken"), [(MAX_SPLIT_DIMS, True), (MAX_SPLIT_DIMS + 1, False)])
+def test_a_tensor_may_be_split_along_few_dims(dims, is_taken):
+    boxes = [(offset, (1,) * dims) for offset in itertools.product((0, 1), repeat=dims)]
+    assert decodes(boxes, (2,) * dims) == is_taken
 
 
 def decodes(boxes, shape) -> bool:

@@ -1,6 +1,7 @@
 """Files that lie about themselves: pickles, archives, safetensors headers, manifests; memory and time are bounded."""
 
 import io
+import itertools
 import json
 import pickle
 import random
@@ -15,7 +16,9 @@ import torch
 from hostile_samples import ENTRY, GIB, archive, call, entry, name, put, replace_entry, safetensors, valid
 
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, digest_of
+from crius.checkpoint.tiles import MAX_SPLIT_DIMS
 from crius.errors import CheckpointError
+from crius.interop.foreign import check_key, check_shape, check_tiles, overlapping
 from crius.interop.safetensors_file import MAX_HEADER, read_safetensors
 from crius.tools.convert.convert import convert
 from crius.tools.convert.dcp import METADATA, read_dcp
@@ -285,3 +288,44 @@ def test_torch_itself_gives_up_gibibytes_for_such_an_archive():
     """Why an import has a reader of its own: bytearray is on the list of torch.load(weights_only=True)."""
     bomb = archive(b"\x80\x02" + call(name("builtins", "bytearray"), b"J" + struct.pack("<I", 200_000_000)) + b".")
     assert len(torch.load(io.BytesIO(bomb), weights_only=True)) == 200_000_000 and len(bomb) < 3000
+
+
+@pytest.mark.parametrize(
+    ("spans", "is_shared"),
+    [
+        ([(4, 6), (0, 4)], False),
+        ([(3, 6), (0, 4)], True),
+        ([(0, 4), (2, 2)], False),
+        ([(0, 4), (2, 6), (8, 9)], True),
+    ],
+)
+def test_spans_share_a_byte_if_one_begins_before_another_ends(spans, is_shared):
+    assert overlapping(spans) == is_shared
+
+
+@pytest.mark.parametrize(
+    ("check", "last", "beyond"),
+    [
+        (check_shape, ((1 << 48) - 1, 0), (3, 1 << 48)),
+        (check_shape, (1,) * 16, (1,) * 17),
+        (check_shape, (0,), (0, -1)),
+        (check_shape, (), (3, True)),
+        (check_key, "k" * 1024, "k" * 1025),
+        (check_key, "k", ""),
+    ],
+)
+def test_names_and_shapes_have_a_limit(check, last, beyond):
+    assert check(last, "f") == last
+    with pytest.raises(CheckpointError, match="f cannot be read"):
+        check(beyond, "f")
+
+
+def test_parts_of_a_stranger_fit_into_the_tensor_and_split_few_dims():
+    for dims, words in ((MAX_SPLIT_DIMS, "do not cover"), (MAX_SPLIT_DIMS + 1, "do not fit into")):
+        parts = [(offset, (1,) * dims) for offset in itertools.product((0, 1), repeat=dims)]
+        if dims == MAX_SPLIT_DIMS:
+            check_tiles(parts, (2,) * dims, "f")
+        with pytest.raises(CheckpointError, match=words):
+            check_tiles(parts[1:], (2,) * dims, "f")
+    with pytest.raises(CheckpointError, match="do not fit into"):
+        check_tiles([((0,), (2,)), ((2,), (3,))], (4,), "f")
