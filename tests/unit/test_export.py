@@ -383,9 +383,9 @@ def test_a_setting_that_training_changed_is_exported_as_it_is_now(changes, tmp_p
     }
 
 
-def weights_with(settings, source, tokenizer):
+def weights_with(settings, source, tokenizer, scaling=None):
     saved = SimpleNamespace(manifest=SimpleNamespace(config=settings))
-    facts = SimpleNamespace(config=SimpleNamespace(rope_scaling=None))
+    facts = SimpleNamespace(config=SimpleNamespace(rope_scaling=scaling))
     return SimpleNamespace(saved=saved, said=source, tokenizer=tokenizer, facts=facts)
 
 
@@ -419,3 +419,20 @@ def test_the_longest_context_is_the_one_trained_with_or_that_of_the_source(tmp_p
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": named}))
     source = {"config.json": {"max_position_embeddings": said}} if said else {}
     assert longest_context(weights_with(settings, source, str(tmp_path))) == want
+
+
+@pytest.mark.parametrize(("trained", "want"), [(1023, 8192), (1024, 8192), (1025, 1025), (0, 2048)])
+def test_stretched_frequencies_have_the_context_that_they_were_stretched_to(trained, want):
+    scaling = SimpleNamespace(factor=8.0, original_context=1024)
+    assert longest_context(weights_with({"training.seq_len": trained}, {}, "byte", scaling)) == want
+
+
+@pytest.mark.parametrize(
+    ("named", "want"),
+    [(None, 2048), (1, 1), (True, 2048), (-1, 2048), ((1 << 40) - 1, (1 << 40) - 1), (1 << 40, 2048), (64.0, 2048)],
+)
+def test_a_tokenizer_names_a_context_by_a_number_that_texts_can_have(named, want, tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    if named is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": named}))
+    assert longest_context(weights_with({}, {}, str(tmp_path))) == want

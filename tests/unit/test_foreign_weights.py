@@ -397,12 +397,14 @@ SETTINGS = {
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "rank_pattern": {"rank_pattern": {"q_proj": 4}},
     "alpha_pattern": {"alpha_pattern": {"q_proj": 4}},
+    "a rank of some": {"rank_pattern": {"q_proj": RANK, "k_proj": RANK + 1}},
     "init_lora_weights": {"init_lora_weights": "pissa_niter_4"},
     "layer_replication": {"layer_replication": [[0, 2]]},
     "task_type": {"task_type": "SEQ_CLS"},
     "peft_type": {"peft_type": "IA3"},
     "a setting of a later version": {"use_new": True},
     "r": {"r": 0},
+    "a bool for r": {"r": True},
     "lora_alpha": {"lora_alpha": -1},
 }
 
@@ -418,6 +420,11 @@ def test_settings_that_change_nothing_are_taken():
     content = {"peft_type": "LORA", "r": 4, "lora_alpha": 6.5, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {}}
     content |= {"bias": "none", "lora_dropout": 0.1, "init_lora_weights": "gaussian", "loftq_config": {}}
     assert list(peft.differences(content | {"modules_to_save": None, "peft_version": "0.21.2"})) == []
+    for one in ({"use_rslora": True}, {"use_rslora": False}, {"init_lora_weights": True}, {"init_lora_weights": False}):
+        assert list(peft.differences(content | one)) == []
+    default = {"peft_type": "LORA", "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}}
+    assert list(peft.differences(default)) == []
+    assert len(list(peft.differences({"rank_pattern": {"q_proj": 9}}))) == 2, "no type, and not the default rank"
 
 
 def test_all_that_is_not_supported_is_named_together(model, tmp_path, capsys):

@@ -11,15 +11,17 @@ import time
 import warnings
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from hostile_samples import ENTRY, GIB, archive, call, entry, name, put, replace_entry, safetensors, valid
+from safetensors.numpy import save_file
 
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, digest_of
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS
 from crius.errors import CheckpointError
 from crius.interop.foreign import check_key, check_shape, check_tiles, overlapping
-from crius.interop.safetensors_file import MAX_HEADER, read_safetensors
+from crius.interop.safetensors_file import INDEX, MAX_HEADER, SafetensorsFile, read_safetensors
 from crius.tools.convert.convert import convert
 from crius.tools.convert.dcp import METADATA, read_dcp
 
@@ -288,6 +290,29 @@ def test_torch_itself_gives_up_gibibytes_for_such_an_archive():
     """Why an import has a reader of its own: bytearray is on the list of torch.load(weights_only=True)."""
     bomb = archive(b"\x80\x02" + call(name("builtins", "bytearray"), b"J" + struct.pack("<I", 200_000_000)) + b".")
     assert len(torch.load(io.BytesIO(bomb), weights_only=True)) == 200_000_000 and len(bomb) < 3000
+
+
+def test_a_header_may_end_where_the_file_ends(tmp_path):
+    (tmp_path / "f").write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert SafetensorsFile(tmp_path, "f").tensors == {}
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3,), (5, 2), (0, 3)])
+def test_rows_are_read_from_the_first_to_before_the_last(shape, tmp_path):
+    numbers = np.random.default_rng(0).standard_normal(shape)
+    save_file({"a": np.ones(3), "w": numbers}, tmp_path / "f")
+    file = SafetensorsFile(tmp_path, "f")
+    assert file.read("w") == memoryview(numbers.tobytes())
+    for first, last in itertools.combinations_with_replacement(range(shape[0] + 1), 2):
+        assert file.read("w", first, last) == memoryview(numbers[first:last].tobytes())
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"w": "model.safetensors", "v": 1}}])
+def test_an_index_that_maps_no_keys_to_files_is_refused(index, tmp_path):
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        read_safetensors(tmp_path)
+    assert "no weight_map from keys to files" in str(caught.value)
 
 
 @pytest.mark.parametrize(
