@@ -4,13 +4,16 @@ import io
 import json
 import logging
 
+import numpy as np
 import pytest
 
 from crius import cli
 from crius.cli.settings import run_of
 from crius.config.run import replace_fields
 from crius.data.sample_log import Attempt, SampleLog, source_digest
-from crius.data.show import CLOSE, OPEN, ShownDocument, coloured
+from crius.data.show import CLOSE, OPEN, ShownDocument, coloured, documents_of
+from crius.data.source import Rows
+from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError
 from crius.train.inputs import check_steps_left, open_run_corpus
 from crius.train.setup import MARKED, _ConsoleHandler
@@ -55,6 +58,27 @@ def test_a_step_of_a_run_to_come_is_its_samples_in_the_order_of_the_run(text, sh
         "=== sample 0",
         "=== sample 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "is_padding"),
+    [([0, 0], [-100, -100], True), ([0, 0], [0, -100], False), ([0, 5], [-100, -100], False)],
+)
+def test_padding_of_documents_has_no_label_and_only_its_own_id(tokens, labels, is_padding):
+    rows = Rows(*(np.array([[7, *part]]) for part in (tokens, labels, [0, 1])))
+    rows.positions[0, 0] = 0
+    first, last = documents_of(rows, 0, ByteTokenizer())
+    assert (first.begin, first.end, last.begin, last.end) == (0, 1, 1, 3)
+    assert (first.is_padding, last.is_padding) == (False, is_padding)
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [(0, "ab⟦cde⟧"), (1, "a ... and 4 more characters"), (3, "ab⟦c⟧ ... and 2 more characters"), (5, "ab⟦cde⟧")],
+)
+def test_a_text_is_cut_to_its_limit_and_the_rest_is_counted(limit, text):
+    shown = ShownDocument(0, 2, 0, False, [1, 2], [-100, 2], [("ab", False), ("cde", True)])
+    assert shown.text(in_colour=False, limit=limit) == text
 
 
 def test_a_text_cannot_make_a_mark():

@@ -213,6 +213,14 @@ def test_a_split_for_validation_is_used_whole(tmp_path):
     assert documents_in(shard_stream(source, 0, 5))[0] == "train 0"
 
 
+@pytest.mark.parametrize(("fraction", "hold_out"), [(0.9, 2), (0.5, 2), (0.3, 3), (0.1, 10), (0.0, 0)])
+def test_one_of_so_many_documents_is_held_out_as_the_fraction_says_but_never_all(tmp_path, fraction, hold_out):
+    data = folder_of(tmp_path, 4)
+    validation = ValidationConfig(interval=0, fraction=fraction)
+    source, _, _ = open_huggingface(data, ByteTokenizer(), BOUNDARY, validation, seq_len=8)
+    assert f"without 1 of {hold_out}, " in source.identity
+
+
 def test_each_set_of_a_stream_is_a_split(tmp_path):
     for name in ("train", "validation", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {n}"}) + "\n" for n in range(9)))

@@ -60,6 +60,19 @@ def test_the_permutation_of_a_huge_range_stays_in_it_and_takes_no_memory():
     assert image.max() > 0.99 * size and image.min() < 0.01 * size
 
 
+def test_orders_are_those_of_runs_that_resume():
+    """The first two numbers of SplitMix64 from 0 (its authors' splitmix64.c), and orders of Crius when it was new."""
+    assert [mix(0), mix(0x9E3779B97F4A7C15)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+    orders = {
+        2: [0, 1],
+        10: [1, 5, 9, 2, 4, 3],
+        1000: [230, 669, 903, 736, 438, 477],
+        10**12: [450284904282, 523824098291, 325443701917, 528878611069, 358349553227, 168870055232],
+    }
+    for size, want in orders.items():
+        assert permute(np.arange(len(want), dtype=np.uint64), size, mix(7)).tolist() == want
+
+
 def test_every_place_is_as_likely_as_every_other():
     """Chi-squared of where index 0 of 10 goes under 4,000 keys; 27.9 is exceeded by chance once in a thousand."""
     indices = np.array([0, 7], dtype=np.uint64)
@@ -140,6 +153,15 @@ def test_an_id_that_was_edited_in_is_named_with_file_sample_and_position(folder)
         assert want in str(caught.value)
 
 
+def test_the_first_id_of_a_folder_is_checked_too(folder):
+    content = np.fromfile(folder / "tokens.bin", "<u2")
+    content[0] = 257
+    content.tofile(folder / "tokens.bin")
+    without_block_hashes(folder)
+    with pytest.raises(DataError, match="sample 0, position 0"):
+        source(folder, shuffle=False).read([1, 0])
+
+
 def test_a_folder_with_ids_the_model_lacks_is_refused_by_its_meta(folder):
     TokenFile(folder).check_vocab(257)
     with pytest.raises(DataError, match=r"token id 256, but the model has 256(?s:.)*--model.vocab_size 257"):
@@ -197,7 +219,9 @@ def test_meta_of_another_version_or_shape_is_refused(folder):
 def test_documents_in_disorder_with_right_hashes_are_refused(folder, whole_bytes, monkeypatch):
     monkeypatch.setattr(tokens, "WHOLE_BYTES", whole_bytes)
     starts = np.fromfile(folder / "documents.bin", "<i8")
-    for changed in (starts[::-1], np.random.default_rng(0).permutation(starts)):
+    swapped = np.concatenate([starts[:10], starts[11:9:-1], starts[12:]])
+    # of two that are swapped within a sequence the order makes no difference
+    for changed in (starts[::-1], np.random.default_rng(0).permutation(starts), *([swapped] if whole_bytes else [])):
         changed.tofile(folder / "documents.bin")
         meta = json.loads((folder / "meta.json").read_text())
         hashes = [BlockHasher(meta["block_bytes"]) for _ in range(3)]

@@ -160,6 +160,16 @@ def test_a_prefix_of_some_names_is_refused(tmp_path):
         open_weights(str(write_model(tmp_path / "model", given)))
 
 
+def test_names_that_torch_compile_gave_to_some_modules_are_refused_with_the_remedy(tmp_path):
+    given = {name.replace("layers.1.", "layers.1._orig_mod."): tensor for name, tensor in tensors_of().items()}
+    with pytest.raises(CheckpointError) as caught:
+        open_weights(str(write_model(tmp_path / "model", given)))
+    assert "leave _orig_mod." in caught.value.fix
+    with pytest.raises(CheckpointError) as caught:
+        open_weights(str(write_model(tmp_path / "other", {f"v.{name}": one for name, one in tensors_of().items()})))
+    assert "_orig_mod." not in caught.value.fix
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_of_the_base_model_are_taken_with_its_prefix(tied, tmp_path):
     """``LlamaModel.save_pretrained`` writes them; without a tied embedding it has no output layer."""
