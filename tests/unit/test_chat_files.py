@@ -152,6 +152,7 @@ BAD = {
     "half a character in a call": (row_with(tool_calls=[{"a": "\ud83d"}]), "lone surrogate"),
     "a deep call": (row_with(tool_calls=json.loads("[" * 150 + "]" * 150)), "nested more than 100"),
     "tools that are no list": (GOOD | {"tools": {"a": 1}}, "'tools' is an object"),
+    "a tool that is no object": (GOOD | {"tools": [{"name": "f"}, "g"]}, "'tools' is a list, not a list of objects"),
     "tools of broken text": (GOOD | {"tools": "[{"}, "not JSON"),
     "a list for a row": ([GOOD], "the row is a list"),
     "no column": ({"text": "Hi"}, "are not clear; the columns are: text"),

@@ -1,5 +1,6 @@
 """Documents: what is read, and that each kind of bad input is one error that says where."""
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from crius.config.data import DataConfig
 from crius.data import documents, rows
 from crius.data.documents import Piece, document_text, find_files, read_pieces
+from crius.data.source import MAX_IDENTITY, storable_identity
 from crius.errors import DataError
 
 
@@ -188,3 +190,34 @@ def test_the_corpus_opens_without_torch():
         "assert not {'datasets', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(documents.__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([("a", True), ("b", False), ("c", True)], [("a", True), ("b", False), ("c", True)]),
+        ([("a", False), ("", True)], [("a", False), ("", True)]),
+        ([("a", False), ("", False)], [("a", False), ("", True)]),  # the file ends the document
+        ([("", False), ("", True), ("a", True)], [("a", True)]),
+        ([], []),
+    ],
+)
+def test_documents_of_a_package_end_once_and_are_not_empty(given, wanted):
+    found = documents._foreign_pieces(lambda file, field: iter(given), "mine", Path("f"), "text")
+    assert [tuple(piece) for piece in found] == wanted
+
+
+@pytest.mark.parametrize("given", [[("a\ud800", True)], [("a",)], [(1, True)], 3])
+def test_what_a_package_gets_wrong_is_one_error_with_its_name(given):
+    with pytest.raises(DataError, match="data.source mine failed on f"):
+        list(documents._foreign_pieces(lambda file, field: iter(given), "mine", Path("f"), "text"))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_kept"), [("a" * MAX_IDENTITY, True), ("a" * (MAX_IDENTITY + 1), False), ("a\n", False)]
+)
+def test_the_identity_of_data_is_one_that_a_checkpoint_takes(text, is_kept):
+    found = storable_identity(text)
+    assert found.isprintable() and len(found) <= MAX_IDENTITY
+    assert (found == text) == is_kept
+    assert is_kept or found.endswith(f"(sha256 {hashlib.sha256(text.encode()).hexdigest()})")

@@ -340,6 +340,8 @@ def test_a_batch_has_the_ends_of_the_documents_of_each_row(starts, length, ends)
     most = 1 + max(map(len, starts))
     assert batch.with_ends(most).ends_BM.tolist() == ends
     assert batch.with_ends(most - 1).ends_BM is None
+    counted = batch.with_ends(most).counted()
+    assert counted.ends_BM is None and counted.positions_BT.tolist() == [list(range(length))] * len(starts)
 
 
 @pytest.mark.parametrize("num_samples, batch_size", [(10, 2), (7, 3), (10_000, 8), (1, 4)])
