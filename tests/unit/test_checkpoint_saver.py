@@ -320,6 +320,9 @@ def test_progress_is_told_and_asked_for_twice_a_second_at_most():
         other.wait()
     assert len(told) == 12  # each write is a beat of the rank itself
     assert heard == [(0.0, 7, True), (0.5, 7, True), (1.0, 7, True), (1.5, 7, False)]
+    asked = []
+    save_module.Progress(7, store, "p", None, lambda rank, _: asked.append(rank), lambda: now).wait()
+    assert asked == [0], "rank 0 has not read the part of the rank that it waits for"
 
 
 def test_retention_keeps_the_newest_and_every_nth(tmp_path):
