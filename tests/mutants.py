@@ -143,7 +143,7 @@ ROOMS = {
     },
     "optim": {
         "": (
-            *("test_optim", "test_optim_states"),
+            *("test_optim", "test_optim_states", "test_many_ranks"),
             *(f"{ORACLE}[{case}]" for case in ("groups", "tied_decayed", "muon", "muon_original", "8bit")),
         ),
     },
@@ -174,7 +174,8 @@ ROOMS = {
         ),
     },
     "train": {
-        "stability": ("test_stability", "test_rules_stability"),
+        "stability": ("test_stability", "test_rules_stability", "test_many_ranks"),
+        "sdc": ("test_many_ranks",),
         "saving": ("test_saving", "test_newest"),
         "checkpoints": ("test_saving", "test_newest"),
         "inputs": ("test_from_hf", "test_data_boundary", "test_foreign_weights", "test_import", "test_kept_tokenizer"),
@@ -189,6 +190,7 @@ ROOMS = {
         "tools": ("test_cards", "test_planner_runs"),
         "": (
             *("test_squared_norm", "test_loads", "test_effects", "test_metrics", "test_stability", "test_saving"),
+            "test_many_ranks",
             *(f"{ORACLE}[{case}]" for case in ("causal", "last_partial_batch", "validation", "accumulation")),
         ),
     },
@@ -203,7 +205,7 @@ ROOMS = {
         "plan": ("test_planner_auto", "test_planner_cli"),
         "": (
             *("test_planner_memory", "test_planner_time", "test_planner_auto", "test_planner_runs", "test_planner_cli"),
-            "test_planner_validate",
+            *("test_planner_golden", "test_planner_validate"),
         ),
     },
     "tools/evaluate": {"": ("test_evaluate", "test_lm_eval_tasks")},

@@ -1,0 +1,227 @@
+"""What ranks learn from each other, with the ranks as threads of this process."""
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import Alone
+from torch import nn
+
+from crius.config.layout import Layout
+from crius.errors import CorruptionError
+from crius.optim import muon
+from crius.parallel.runtime import World
+from crius.shards import Place
+from crius.train import sdc
+from crius.train.stability import IncidentReporter
+from crius.train.step import StepResult, evaluate
+
+CPU = torch.device("cpu")
+NAN = math.nan
+
+
+def on_ranks(size, work):
+    """What ``work`` gives on each rank, from the world of the rank."""
+    everyone = Barrier(size, timeout=30)
+    said = {}
+
+    class Thread(World):
+        def gather_json(self, value):
+            said[self.rank] = value
+            everyone.wait()
+            found = [said[rank] for rank in range(size)]
+            everyone.wait()
+            return found
+
+        def gather(self, values):
+            return torch.stack(self.gather_json(values.clone()))
+
+        def sum(self, values):
+            return self.gather(values).sum(0)
+
+    with ThreadPoolExecutor(size) as threads:
+        return [*threads.map(lambda rank: work(Thread(rank, size, CPU)), range(size))]
+
+
+NAMES = ["tok.weight", "layers.0.wq.weight", "layers.0.wo.weight", "norm.weight"]
+INCIDENTS = {
+    # losses of two microbatches, squared norms of the gradients of each rank's three parameters, peaks; ranks, ids
+    "loss": ([[1, 1], [1, NAN], [1, 1]], [[1, 4, 4], [1, 4, NAN], [1, 4, 4]], None, [1], [12, 13]),
+    "gradient": ([[1, 1]] * 3, [[1, 4, 4], [1, 4, 4], [1, math.inf, NAN]], None, [2], [20, 21, 22]),
+    "sum": ([[1, 1]] * 3, [[1, NAN, 4], [1, NAN, 4], [1, 4, 4]], None, [], [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22]),
+    "peak": ([[1, 1]] * 3, [[1, NAN, 4], [1, NAN, 4], [1, 4, 4]], [NAN, 1, 1], [0], [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", INCIDENTS)
+def test_an_incident_names_the_ranks_and_samples_that_may_have_caused_it(name, tmp_path):
+    """Rank 2 holds the last parameter alone, and its fourth row is padding; only rank 0 writes the file."""
+    losses, squares, peaks, ranks, ids = INCIDENTS[name]
+    own = [NAMES[:3], NAMES[:3], [NAMES[0], NAMES[1], NAMES[3]]]
+
+    def work(world):
+        rank = world.rank
+        weights = torch.tensor([1.0, 9.0, 16.0], dtype=torch.float64)
+        reporter = IncidentReporter(NAMES, own[rank], lambda: weights, world, tmp_path / str(rank))
+        result = StepResult(
+            step=7,
+            loss=torch.tensor(NAN),
+            grad_norm=torch.tensor(NAN),
+            local_losses=torch.tensor(losses[rank], dtype=torch.float64),
+            squared_norms=torch.tensor(squares[rank], dtype=torch.float64),
+            sample_ids=tuple(10 * rank + i if (rank, i) != (2, 3) else -1 for i in range(4)),
+            local_peak=torch.tensor(float(peaks[rank])) if peaks else None,
+        )
+        return reporter.nonfinite(result, {"step": 7})
+
+    culprits = on_ranks(3, work)
+    bad = {"loss": NAMES[2:3], "gradient": [NAMES[3], NAMES[1]]}.get(name, NAMES[1:2])
+    assert {(tuple(one.ranks), one.gradient, tuple(one.samples)) for one in culprits} == {
+        (tuple(ranks), bad[0], tuple(ids))
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    report = json.loads((tmp_path / "0" / "step-7.json").read_text())
+    assert report["bad_parameters"] == bad and report["bad_weights"] == []
+    assert (report["ranks_with_bad_loss"] or report["ranks_with_bad_gradient"]) == ranks
+    assert report["found_in"] == ("loss" if report["ranks_with_bad_loss"] else "gradient")
+    norms = {row["name"]: (row["grad_norm"], row["weight_norm"]) for row in report["parameters"] + report["layers"]}
+    assert norms["tok.weight"] == (3**0.5, 3**0.5) and norms["norm.weight"][1] == 4
+    assert norms["layers.0.wo.weight"][1] == 32**0.5 and norms["layers.0"][1] == (27 + 32) ** 0.5
+
+
+def replicas_of(world, changed):
+    """Of a matrix of 4 rows of 3, of which even ranks have the first two and odd ranks the others."""
+    first = 2 * (world.rank % 2)
+    part = torch.arange(12.0).view(4, 3)[first : first + 2].clone()
+    part[0, 0] += world.rank == changed
+    held = SimpleNamespace(part=part, offset=(first, 0), shape=(4, 3))
+    return sdc.Replicas([("w", held), ("other", held)], ["v", "w"], world, "--sdc.replica_interval")
+
+
+@pytest.mark.parametrize("changed", [None, 1, 4])
+def test_the_replica_of_a_shard_with_other_bits_is_named(changed, monkeypatch):
+    monkeypatch.setattr(sdc, "local_shard", lambda held: (held.part, held.offset))
+
+    def work(world):
+        replicas = replicas_of(world, changed)
+        assert replicas.nbytes == 2 * 3 * 4
+        try:
+            replicas.check(5)
+        except CorruptionError as error:
+            return error.what
+        return ""
+
+    [said] = set(on_ranks(6, work))
+    wrong = [rank for rank in range(6) if f"rank {rank} on host" in said]
+    assert wrong == ([] if changed is None else [changed])
+    assert said == "" or ("after step 5 replicas of w differ" in said and "than the other replicas" in said)
+
+
+def test_two_copies_of_a_weight_on_one_rank_are_compared():
+    with pytest.raises(CorruptionError, match="replicas of w differ: rank 0 on host"):
+        sdc.Replicas([("w", torch.ones(3)), ("w", torch.zeros(3))], ["w", "w"], Alone(0, 1, CPU), "").check(1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([], ""),
+        ([1], "rank 1 on host HOST: gradients of 1 of 2 units, first layers.0"),
+        ([0, 1, 2], "rank 1 on host HOST: loss and gradients of 2 of 2 units, first norm"),
+    ],
+)
+def test_what_a_rank_computes_otherwise_the_second_time_is_named(wrong, said):
+    def work(world):
+        units = {name: SimpleNamespace(is_on=False, hashes=[]) for name in ("layers.0", "norm")}
+        weight = nn.Parameter(torch.ones(1))
+        calls = []
+
+        def rehearse(batch):
+            calls.append(batch)
+            bits = [float(world.rank == 1 and len(calls) == 2 and place in wrong) for place in range(3)]
+            weight.grad = torch.ones(1)
+            for unit, bit in zip(units.values(), bits[1:], strict=True):
+                assert unit.is_on
+                unit.hashes.append(torch.tensor([0, int(bit)]))
+            return torch.tensor(bits[0], dtype=torch.float64)
+
+        recompute = sdc.Recompute(SimpleNamespace(rehearse=rehearse), units, [("w", weight)], world)
+        try:
+            recompute.check(3, "batch")
+        except CorruptionError as error:
+            return error.what
+        finally:
+            assert weight.grad is None
+            assert not any(unit.is_on for unit in units.values())
+        return ""
+
+    [found] = set(on_ranks(3, work))
+    host = sdc.platform.node()
+    assert found == (f"step 3, computed twice, gave different results: {said.replace('HOST', host)}." if said else "")
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}])
+def test_tokens_that_several_ranks_score_count_once(axes):
+    """Two data-parallel ranks with 2 and 4 labels; token ``i`` stands for ``i`` bytes, and a row is padding."""
+    layout = Layout(dp_shard=2, **axes)
+    rows = [[[1, 2, -100], [-100, -100, -100]], [[3, -100, -100], [2, 2, 2]]]
+    each = layout.num_ranks // 2
+
+    def work(world):
+        batch = SimpleNamespace(labels_BT=torch.tensor(rows[world.rank // each]))
+        has_loss = world.rank % each >= each - layout.tp
+        nats = torch.tensor((1.5, 4.5)[world.rank // each] * has_loss, dtype=torch.float64)
+        part = nn.Dropout()
+        runner = SimpleNamespace(score=lambda batch: nats * (not part.training))
+        arguments = ([part], runner, [batch], lambda batch: batch, torch.arange(4), world, layout, 9)
+        assert evaluate(*arguments, lambda: True) is None
+        found = evaluate(*arguments, lambda: False)
+        assert part.training
+        return found
+
+    for found in on_ranks(layout.num_ranks, work):
+        assert (found.step, found.val_samples, found.val_loss) == (9, 3, 1.0)
+        assert found.val_perplexity == math.e
+        assert found.val_bits_per_byte == pytest.approx(6 / math.log(2) / 12)
+
+
+SPLITS = {  # shapes and offsets of the parts of a matrix of 5 rows of 4 on three ranks
+    "rows": [((2, 4), (0, 0)), ((2, 4), (2, 0)), ((1, 4), (4, 0))],
+    "columns": [((5, 2), (0, 0)), ((5, 2), (0, 2)), ((5, 0), (0, 4))],
+    "copies": [((5, 4), (0, 0))] * 3,
+    "one": [((0, 4), (0, 0)), ((5, 4), (0, 0)), ((0, 4), (5, 0))],
+}
+
+
+@pytest.mark.parametrize("names", [("rows",), ("copies", "columns"), ("one", "rows", "copies"), ("columns",) * 3])
+def test_matrices_are_gathered_one_on_each_rank_and_spread_again(names, monkeypatch):
+    matrices = [torch.randn(5, 4, generator=torch.Generator().manual_seed(place)) for place in range(len(names))]
+    parts = [[Place(*place) for place in SPLITS[name]] for name in names]
+
+    def exchange(received, given, sizes, given_sizes, group):
+        sent = group.gather_json(given.split(given_sizes))
+        mine = [pieces[group.rank] for pieces in sent]
+        assert [piece.numel() for piece in mine] == sizes
+        received.copy_(torch.cat(mine))
+
+    monkeypatch.setattr(muon.dist, "all_to_all_single", exchange)
+
+    def work(world):
+        holders = muon.Holders(None)
+        holders.size = 3
+        holders._me = world.rank
+        holders._group = world
+        holders._known = {id(matrix): places for matrix, places in zip(matrices, parts, strict=True)}
+        own = [places[world.rank].of(matrix) for matrix, places in zip(matrices, parts, strict=True)]
+        whole = holders.collect(matrices, own)
+        spread = holders.spread(matrices, None if whole is None else 2 * whole, own[0])
+        assert all(torch.equal(part, 2 * old) for part, old in zip(spread, own, strict=True))
+        return whole
+
+    found = on_ranks(3, work)
+    assert [whole is None for whole in found] == [rank >= len(names) for rank in range(3)]
+    assert all(torch.equal(whole, matrix) for whole, matrix in zip(found, matrices, strict=False))
