@@ -126,7 +126,7 @@ ROOMS = {
     },
     "quantize": {
         "frozen": ("test_lora",),
-        "": ("test_quantize", "test_rules_quantize", "test_low_precision"),
+        "": ("test_quantize", "test_rules_quantize", "test_low_precision", "test_many_ranks"),
     },
     "data": {
         "chat": ("test_chat_files", "test_data_samples", "test_chat_masks"),

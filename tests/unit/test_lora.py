@@ -227,6 +227,14 @@ def test_a_layer_in_fewer_bits_multiplies_with_what_torchao_made_of_its_weight(k
     )
 
 
+@pytest.mark.parametrize("kind", [Int8Linear, Nf4Linear])
+def test_one_number_of_a_weight_that_is_not_finite_is_refused(kind):
+    weight = torch.ones(256, 128)
+    weight[3, 5] = float("nan")
+    with pytest.raises(CheckpointError, match="w.weight cannot be rounded"):
+        fill("w", kind(Linear(128, 256, bias=False)), weight)
+
+
 TUNE = [
     *("--training.steps", "2", "--training.seq_len", "32", "--training.global_batch_size", "4", "--lora.rank", "2"),
     *("--validation.interval", "0", "--training.mixed_precision_param", "float32", "--training.device", "cpu"),

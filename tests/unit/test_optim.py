@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from crius.config.training import LRSchedulerConfig, OptimizerConfig
 from crius.models import registry
+from crius.optim import build
 from crius.optim.build import IMPLEMENTATIONS, WarmupStableDecay, build_optimizer, parameter_groups
 
 SMALL = llama(num_layers=2)
@@ -156,6 +158,16 @@ def test_implementation_is_the_one_asked_for(implementation):
     )
     asked = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     assert {name: optimizer.defaults[name] for name in asked} == asked
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("name", "devices"), [("adamw", ["cuda"]), ("muon", ["cuda"]), ("adamw", ["cuda", "cpu"])])
+def test_only_fused_optimizers_and_muon_skip_a_step_on_a_gpu(implementation, name, devices, monkeypatch):
+    places = itertools.cycle(map(torch.device, devices))
+    monkeypatch.setattr(build, "local_tensor", lambda parameter: SimpleNamespace(device=next(places)))
+    config = OptimizerConfig(name=name, implementation=implementation)
+    optimizer = build_optimizer(model_of().named_parameters(), SMALL.plan, config, seed=0)
+    assert optimizer.takes_found_inf == (implementation == "fused" and devices == ["cuda"])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -118,6 +118,29 @@ def test_a_state_that_is_saved_is_loaded_to_the_last_bit(name, state_dtype):
     assert all(torch.equal(loaded[key], saved[key]) for key in saved)
 
 
+def test_the_state_of_another_optimizer_is_not_loaded():
+    parameters, optimizer = trained(1, name="muon")
+    names = {parameter: key for key, parameter in parameters.items()}
+    saved = to_save(optimizer, names)
+    other = build(parameters)
+    targets, _ = to_load(other, names, saved)
+    assert {key.rpartition(".")[0] for key in targets} == set(parameters) - set(MATRICES)
+    assert {names[parameter] for parameter in other.state} == set(parameters) - set(MATRICES)
+
+
+def test_matrices_are_iterated_on_two_ranks_at_a_time_the_most_expensive_first():
+    """Costs of 2 x 2 x 300, 4 x 4 x 64 and 8 x 8 x 8 multiplications."""
+    shapes = [(8, 8), (300, 2), (4, 64)]
+    parameters = {f"layers.0.w{place}.weight": nn.Parameter(torch.ones(shape)) for place, shape in enumerate(shapes)}
+    optimizer = build(parameters, name="muon")
+    set_gradients(parameters, 0)
+    optimizer._holders[None].size = 2
+    assert [[tuple(job.matrix.shape) for job in jobs] for _, jobs in optimizer._rounds()] == [
+        [(300, 2), (4, 64)],
+        [(8, 8)],
+    ]
+
+
 def test_small_parameters_keep_float32_moments_in_8_bit_runs():
     parameters = {"layers.0.attention.wq.weight": nn.Parameter(torch.ones(4, 1023))}
     optimizer = build(parameters, state_dtype="8bit")
@@ -369,6 +392,8 @@ def test_the_first_entry_that_fits_a_parameter_counts(caplog):
         "layers.0.attention_norm.weight": ("attention_norm.weight/1d", 1.0, 0.5, False),
         "output.weight": ("decayed", 1.0, 0.1, False),
     }
+    same = build(parameters, param_groups=("wq: lr_factor=0.5", "wo: lr_factor=0.25"))
+    assert [group["lr_factor"] for group in same.param_groups] == [1.0, 1.0, 1.0, 0.5, 0.25]
     assert caplog.messages[0].startswith("optimizer: muon and adamw fused, 5 groups: decayed 1 tensors, 4,160 ")
     assert "attention.*/decayed 1 tensors, 6,144 parameters, weight decay 0.1, lr x 0.5" in caplog.messages[0]
 
