@@ -95,7 +95,7 @@ ROOMS = {
         ),
     },
     "kernels": {
-        "cpu": ("test_blocked_attention", "test_kernels"),
+        "cpu": ("test_squared_norm", "test_blocked_attention", "test_kernels"),
         "linear_cross_entropy": ("test_linear_cross_entropy",),
         "grouped_mm": ("test_grouped_mm",),
         "choice": ("test_kernels", "test_rules_kernels", "test_attention_backends"),
@@ -186,6 +186,10 @@ ROOMS = {
             "test_run_file",
             "test_cards",
         ),
+        "loop": (
+            *("test_saving", "test_tidied"),
+            *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
+        ),
         "effects": ("test_effects", "test_cards"),
         "tools": ("test_cards", "test_planner_runs"),
         "": (
@@ -204,8 +208,8 @@ ROOMS = {
         "explain": ("test_explaining", "test_planner_output"),
         "plan": ("test_planner_auto", "test_planner_cli"),
         "": (
-            *("test_planner_memory", "test_planner_time", "test_planner_auto", "test_planner_runs", "test_planner_cli"),
-            *("test_planner_golden", "test_planner_validate"),
+            *("test_planner_golden", "test_planner_memory", "test_planner_time", "test_planner_auto"),
+            *("test_planner_runs", "test_planner_cli", "test_planner_validate"),
         ),
     },
     "tools/evaluate": {"": ("test_evaluate", "test_lm_eval_tasks")},
