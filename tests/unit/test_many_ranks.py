@@ -117,6 +117,11 @@ def test_what_a_rank_computes_otherwise_the_second_time_is_named():
     ]
 
 
+def test_the_ranks_whose_bits_most_others_have_not_are_odd():
+    found = {bits: sdc.odd_ones([*enumerate(bits)]) for bits in ("aaa", "aba", "baab")}
+    assert found == {"aaa": [], "aba": [1], "baab": [0, 1, 2, 3]}
+
+
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}])
 def test_tokens_that_several_ranks_score_count_once(axes):
     """Two data-parallel ranks with 2 and 4 labels; token ``i`` stands for ``i`` bytes, and a row is padding."""
