@@ -273,13 +273,23 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, WORDS) and not is_log(child):
+            if (
+                isinstance(child, ast.AST)
+                and not isinstance(child, WORDS)
+                and not is_log(child)
+                and not is_strict(child)
+            ):
                 yield from nodes(child)
 
 
 def is_log(node: ast.AST) -> bool:
     called = getattr(node, "func", None)
     return isinstance(called, ast.Attribute) and getattr(called.value, "id", "") in LOGS
+
+
+def is_strict(node: ast.AST) -> bool:
+    """Whether ``node`` is ``strict=True`` of a ``zip``, which asserts that lengths are equal."""
+    return isinstance(node, ast.keyword) and node.arg == "strict"
 
 
 def replacements(node: ast.AST, text: str) -> Iterator[tuple[str, ast.AST, ast.AST, str]]:

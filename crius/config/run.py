@@ -1,6 +1,7 @@
 """``RunConfig``: one run as data, and its section ``[model]``. Frozen: nothing changes it after parsing."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

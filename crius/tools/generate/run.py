@@ -85,13 +85,7 @@ def answer(
         for row, (token, log_prob) in enumerate(zip(step.ids_B.tolist(), step.log_probs_B.tolist(), strict=True)):
             if answers[row].finish_reason:
                 continue
-            if math.isnan(log_prob):
-                raise DataError(
-                    f"the log-probability of token {len(answers[row].tokens) + 1} is nan.",
-                    where=source.weights.origin,
-                    why="the model's logits are not finite",
-                    fix="an earlier checkpoint, or --dtype float32",
-                )
+            _check_finite(log_prob, len(answers[row].tokens) + 1, source.weights.origin)
             answers[row].tokens.append(token)
             answers[row].log_probs.append(log_prob)
             if token in source.ends:
@@ -108,6 +102,16 @@ def answer(
             if streams[row].is_stopped:  # by text that was held back
                 answers[row].finish_reason = "stop"
     return answers
+
+
+def _check_finite(log_prob: float, number: int, origin: str) -> None:
+    if math.isnan(log_prob):
+        raise DataError(
+            f"the log-probability of token {number} is nan.",
+            where=origin,
+            why="the model's logits are not finite",
+            fix="an earlier checkpoint, or --dtype float32",
+        )
 
 
 def _pick(settings: Settings, numbers: range) -> Callable[[Tensor], Tensor]:
