@@ -40,6 +40,22 @@ class Answer:
     finish_reason: str = ""
     tokens_per_second: float = 0.0
 
+    def add(self, token: int, log_prob: float, origin: str) -> None:
+        """Add a token of the model ``origin``.
+
+        Raises:
+            DataError: the log-probability is NaN.
+        """
+        if math.isnan(log_prob):
+            raise DataError(
+                f"the log-probability of token {len(self.tokens) + 1} is nan.",
+                where=origin,
+                why="the model's logits are not finite",
+                fix="an earlier checkpoint, or --dtype float32",
+            )
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+
 
 def answer(
     source: Source,
@@ -85,9 +101,7 @@ def answer(
         for row, (token, log_prob) in enumerate(zip(step.ids_B.tolist(), step.log_probs_B.tolist(), strict=True)):
             if answers[row].finish_reason:
                 continue
-            _check_finite(log_prob, len(answers[row].tokens) + 1, source.weights.origin)
-            answers[row].tokens.append(token)
-            answers[row].log_probs.append(log_prob)
+            answers[row].add(token, log_prob, source.weights.origin)
             if token in source.ends:
                 end(row, "eos")
                 continue
@@ -102,16 +116,6 @@ def answer(
             if streams[row].is_stopped:  # by text that was held back
                 answers[row].finish_reason = "stop"
     return answers
-
-
-def _check_finite(log_prob: float, number: int, origin: str) -> None:
-    if math.isnan(log_prob):
-        raise DataError(
-            f"the log-probability of token {number} is nan.",
-            where=origin,
-            why="the model's logits are not finite",
-            fix="an earlier checkpoint, or --dtype float32",
-        )
 
 
 def _pick(settings: Settings, numbers: range) -> Callable[[Tensor], Tensor]:
