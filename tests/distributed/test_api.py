@@ -176,6 +176,7 @@ def test_a_run_in_this_process_is_that_of_the_command_line(left, folder):
     assert names == ["StepMetrics 1", "StepMetrics 2", "StepMetrics 3", "StepMetrics 4", "ValidationMetrics 4"]
 
 
+@pytest.mark.long
 def test_a_run_leaves_the_process_as_it_was(left):
     assert left["process"] == (True, True, [], 1)
 

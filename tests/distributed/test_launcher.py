@@ -115,6 +115,7 @@ def test_the_rank_that_was_killed_is_blamed_not_those_that_lost_it(tmp_path, env
     assert done.stderr.endswith("also failed: rank 0, 1, 2 (lost their peer)\n")
 
 
+@pytest.mark.long
 def test_ranks_that_torchrun_started_join_it(tmp_path, environ):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     line = [*torchrun, __file__, "sum_ranks", str(tmp_path)]
@@ -123,6 +124,7 @@ def test_ranks_that_torchrun_started_join_it(tmp_path, environ):
     assert [(record["total"], record["launcher"]) for record in results(tmp_path, 2)] == [(3.0, "torchrun")] * 2
 
 
+@pytest.mark.long
 def test_torchrun_shows_the_error_of_a_rank(tmp_path, environ):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "--standalone"]
     line = [*torchrun, __file__, "raise_on_rank_2", str(tmp_path)]

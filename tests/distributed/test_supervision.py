@@ -218,6 +218,7 @@ def to_rank_1(launcher, pids):
     os.kill(pids[1], signal.SIGUSR1)
 
 
+@pytest.mark.long
 def test_stopped_at_20_random_moments_a_run_saves_20_times_and_leaves_no_process(tmp_path, capfd):
     moments = random.Random(1)
     ways = [to_launcher(signal.SIGTERM)] * 11 + [to_launcher(signal.SIGUSR1)] * 3 + [to_all] * 3 + [to_rank_1] * 3

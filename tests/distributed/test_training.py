@@ -229,6 +229,7 @@ def test_summary_and_metrics_account_for_the_wall_time(tmp_path):
     assert summary["val_loss"] == validations[-1]["val_loss"]
 
 
+@pytest.mark.long
 def test_profiler_traces_the_steps_it_was_asked_for(tmp_path):
     flags = ["--profiler.enable", "--profiler.start_step", "2", "--profiler.num_steps", "2", "--profiler.record_shapes"]
     train([*SHORT, *flags, *layout_flags("fsdp2")], tmp_path)

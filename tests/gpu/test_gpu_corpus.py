@@ -4,6 +4,7 @@ import pytest
 from gpu_runs import document_run, train_all
 
 
+@pytest.mark.long
 def test_the_losses_of_the_document_mask_are_not_those_of_the_causal_mask(tmp_path):
     """On a corpus of one document they are equal to 1e-8, and a GPU's kernel could hide nothing and pass its tests."""
     few = ["--training.device", "cpu", "--training.steps", "5", "--model.num_layers", "1"]

@@ -62,6 +62,7 @@ def measure(configs, num_ranks, path, placement):
     ],
     ids=["debug", "6m_fsdp8"],
 )
+@pytest.mark.long
 def test_the_estimate_is_within_5_percent_of_the_dry_run(flags, num_ranks, modes, tmp_path):
     configs = [parse([*flags, f"--{MODE}", mode]) for mode in modes]
     target = functools.partial(measure, configs, num_ranks, tmp_path / "peaks.json")

@@ -80,6 +80,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_calibrate_measures_this_machine_and_writes_a_file_that_plans(user_cache, quick, capsys):
     quick(lambda _, one: one)
     file = user_cache / "mine.toml"
@@ -93,6 +94,7 @@ def test_calibrate_measures_this_machine_and_writes_a_file_that_plans(user_cache
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_machine_whose_runs_contradict_each_other_is_not_written(user_cache, quick, capsys):
     quick(lambda number, one: replace(one, seconds=one.seconds * (10 if number == 3 else 1)), calibrate.MOST_OFF)
     assert cli.main(["plan", "--calibrate"]) == 1
@@ -132,6 +134,7 @@ def _processes(words):
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_second_turns_that_are_not_done_in_time_do_not_count(user_cache, quick):
     def change(number, one):
         if number > 3:
@@ -144,6 +147,7 @@ def test_second_turns_that_are_not_done_in_time_do_not_count(user_cache, quick):
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_slow_machine_has_shorter_runs(user_cache, quick, monkeypatch):
     monkeypatch.setattr(calibrate, "SLOW_SECONDS", 0)
     runs = quick(lambda _, one: one)

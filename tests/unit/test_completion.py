@@ -97,6 +97,7 @@ def until(terminal, pattern):
         ("crius train --data.path my_b", "my_books"),
     ],
 )
+@pytest.mark.long
 def test_tab_completes_verbs_dotted_flags_choices_recipes_and_files(shell, line, want, home):
     assert want in completed(shell, line, want, home)
 

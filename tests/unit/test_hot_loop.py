@@ -262,6 +262,7 @@ def keep_weights(config, run_dir, started, placement, wrapped):
     ],
     ids=["float32", "bfloat16_accumulated"],
 )
+@pytest.mark.long
 def test_one_rank_without_fsdp_trains_to_the_bits_of_one_with_it(flags, tmp_path):
     found = {}
     for name, wrapped in (("plain", False), ("wrapped", True)):

@@ -84,12 +84,14 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.long
 def test_a_moved_run_whose_source_is_gone_is_read(verb, moved, monkeypatch, capsys):
     monkeypatch.chdir(moved.parent)
     Path("text.txt").write_text("Hello world")
     assert cli.main(VERBS[verb]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_moved_run_whose_source_is_gone_resumes_and_keeps_its_tokenizer_once(moved, runs):
     before = tokenizers(moved / "checkpoints")
     done = crius(*of_source(runs), "--steps", "3", cwd=moved.parent)

@@ -136,6 +136,7 @@ def test_a_plan_without_measurements_says_so_before_it_recommends(plan):
         ),
     ],
 )
+@pytest.mark.long
 def test_what_does_not_fit_ends_with_a_command_that_does(plan, planned, flags, end):
     code, out, _ = plan(*flags)
     assert code == 1 and len(out.splitlines()) <= 12

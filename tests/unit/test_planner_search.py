@@ -287,6 +287,7 @@ def test_reshard_groups_are_part_of_the_shards(group, found):
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_an_impossible_case_names_the_fewest_gpus():
     one = case(gpus=1, gpu="rtx-4090")
     with pytest.raises(LayoutError, match="does not fit on 1 x rtx-4090") as error:
