@@ -117,7 +117,13 @@ ROOMS = {
         "init": ("test_model", f"{LAYOUT}[llama3 fsdp2_tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
         "gradients": ("test_stability", "test_squared_norm", f"{LAYOUT}[llama3 fsdp2]"),
         "mesh": tuple(f"{LAYOUT}[llama3 {layout}]" for layout in ("cp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
-        "runtime": ("test_launch_local", "test_shared_gpu", "test_effects", f"{LAYOUT}[llama3 fsdp2_tp2]"),
+        "runtime": (
+            "test_launch_local",
+            "test_shared_gpu",
+            "test_effects",
+            "test_cards",
+            f"{LAYOUT}[llama3 fsdp2_tp2]",
+        ),
         "": (
             *("test_async_tensor", "test_context_order", "test_pipeline_stages"),
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from crius.parallel.reproducible import TreeAccumulation, hash_bits, slice_scales, sliced_squares, tree_sum
+from crius.parallel.reproducible import (
+    HashedReduceScatter,
+    PlainReduceScatter,
+    TreeAccumulation,
+    hash_bits,
+    slice_scales,
+    sliced_squares,
+    tree_sum,
+)
 
 # of shards; most leave numbers over that fill no vector of the CPU
 CUTS = (1, 7, 33, 257, 3501)
@@ -99,3 +107,18 @@ def test_a_hash_sees_any_flipped_bit_and_any_swap(dtype):
             ints[index] ^= 1 << bit
     assert torch.equal(hash_bits(values), before)
     assert not torch.equal(hash_bits(values.flip(0)), before)
+
+
+def test_a_ranks_own_gradient_is_hashed_when_the_buffer_of_the_sum_is_made():
+    reduced = HashedReduceScatter(PlainReduceScatter())
+
+    def backward(value):
+        own = reduced.allocate((6,), dtype=torch.float32, device=torch.device("cpu")).fill_(value)
+        reduced.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
+        return hash_bits(own)
+
+    backward(1.0)
+    assert reduced.hashes == []
+    reduced.is_on = True
+    wanted = [backward(2.0), backward(3.0)]
+    assert torch.equal(torch.stack(reduced.hashes), torch.stack(wanted))

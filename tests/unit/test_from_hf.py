@@ -187,6 +187,17 @@ def test_a_file_that_is_none_is_refused(tmp_path, capsys, content, said):
     assert said in refused(capsys, ["--model.from_hf", str(tmp_path)])
 
 
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_a_file_of_a_mebibyte_is_read_and_a_longer_one_is_not(tmp_path, capsys, too_many):
+    flags = write(tmp_path)
+    content = (tmp_path / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(content.ljust((1 << 20) + too_many))
+    if too_many:
+        assert "longer than 1 MiB" in refused(capsys, flags)
+    else:
+        assert parse(flags).model.dim == 48
+
+
 def test_what_is_no_regular_file_is_not_opened(tmp_path, capsys):
     os.mkfifo(tmp_path / "fifo")
     for path in (str(tmp_path / "fifo"), "~nobody-of-this-name/x", "x" * 5000):
