@@ -228,6 +228,17 @@ def test_a_gpu_is_asked_what_it_can_multiply(kind, capability, missing, monkeypa
 
 
 @pytest.mark.parametrize(
+    ("card", "missing"),
+    [("gfx942:sramecc+", {"mxfp8"}), ("gfx950", {"mxfp8"}), ("gfx90a", {"float8", "mxfp8"})],
+)
+def test_a_card_of_amd_has_float8_from_cdna3_on_and_no_mxfp8(monkeypatch, card, missing):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(gcnArchName=card))
+    for kind in ("float8", "mxfp8"):
+        assert bool(missing_matmuls(kind, "cuda")) == (kind in missing)
+
+
+@pytest.mark.parametrize(
     ("recipe", "emulate", "want"),
     [
         ("rowwise", False, True),
