@@ -1,7 +1,7 @@
 """Folders of PEFT (github.com/huggingface/peft): LoRA adapters, by Crius's names. No torch."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from crius.checkpoint.pieces import TensorSource
 from crius.config.lora import LoraConfig, target_names
 from crius.interop.safetensors_file import ADAPTER_FILE, read_safetensors
 from crius.models.description import ModelDescription
+from crius.models.registry import foreign_names
 
 PREFIX = "base_model.model."
 """Start of the names of all tensors; the name in Hugging Face's model follows."""
@@ -44,8 +45,23 @@ def differences(content: dict[str, Any]) -> Iterator[str]:
             yield f"{key} {ascii(value)[:100]} is not supported"
 
 
+def foreign_modules(model: str, linears: Iterable[str], **told: str) -> dict[str, str]:
+    """Hugging Face's names of linear layers, by Crius's names.
+
+    Args:
+        model: name of the model.
+        linears: Crius's names of the layers.
+        told: ``otherwise`` and ``where``, as ``foreign_names`` takes them.
+
+    Raises:
+        ConfigError: some have no name there.
+    """
+    _, names = foreign_names(model, [f"{name}.weight" for name in linears], **told)
+    return {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in names.items()}
+
+
 def read_peft(
-    folder: Path, content: Mapping[str, Any], model: ModelDescription, names: Mapping[str, str]
+    folder: Path, content: Mapping[str, Any], model: ModelDescription, modules: Mapping[str, str]
 ) -> tuple[LoraConfig, dict[str, TensorSource]]:
     """The settings of adapters as the section ``[lora]``, and their tensors by our names; an unknown name is kept.
 
@@ -53,12 +69,11 @@ def read_peft(
         folder: folder of PEFT.
         content: its adapter_config.json.
         model: description of its base.
-        names: Hugging Face's names of the weights that may be adapted, by ours.
+        modules: Hugging Face's names of the layers that may be adapted, by ours.
 
     Raises:
         CheckpointError: tensors are missing, damaged or of an unknown dtype.
     """
-    modules = {name.removesuffix(".weight"): module.removesuffix(".weight") for name, module in names.items()}
     ours = {
         f"{PREFIX}{module}.{part}.weight": f"{name}.{part}"
         for name, module in modules.items()
@@ -67,12 +82,12 @@ def read_peft(
     foreign = read_safetensors(folder / ADAPTER_FILE).all_tensors(str(folder))
     tensors = {ours.get(key, key): tensor for key, tensor in foreign.items()}
     adapted = {name.rpartition(".lora_")[0] for name in tensors}
-    adapting = tuple(name for name, module in modules.items() if name in adapted or _is_listed(module, content))
+    names = tuple(name for name, module in modules.items() if name in adapted or _is_listed(module, content))
     rank, alpha = (content.get(key, _DEFAULT) for key in _NUMBERS)
-    within = dict.fromkeys(name.split(".", 2)[2] for name in adapting)
-    for targets in ((), tuple(within), adapting):  # the shortest
+    within = dict.fromkeys(name.split(".", 2)[2] for name in names)
+    for targets in ((), tuple(within), names):  # the shortest
         lora = LoraConfig(rank=rank, alpha=alpha, rslora=bool(content.get("use_rslora")), targets=targets)
-        if target_names(lora, model) == adapting:
+        if target_names(lora, model) == names:
             break
     return lora, tensors
 

@@ -27,7 +27,7 @@ from crius.interop.adapters import Adapters, merged, read_adapters
 from crius.interop.foreign import Foreign, open_inside, read_inside
 from crius.interop.kept import CONFIG, Said, origin_of, read_said
 from crius.interop.numbers import check_dtypes, finite
-from crius.interop.peft import differences, read_peft
+from crius.interop.peft import differences, foreign_modules, read_peft
 from crius.interop.safetensors_file import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -40,7 +40,7 @@ from crius.interop.safetensors_file import (
 from crius.models.config import parse_rope_scaling, rope_scaling_text
 from crius.models.description import ModelDescription
 from crius.models.huggingface import read_model_settings, rows_of
-from crius.models.registry import SPECS, families, find_spec, foreign_names
+from crius.models.registry import SPECS, families, find_spec
 
 log = logging.getLogger("crius.interop")
 
@@ -366,9 +366,8 @@ def _of_peft(folder: Path, where: str, depth: int, base_path: str) -> Weights:
     try:
         path = base_path or _base_path(folder, content)
         base = open_weights(path, where, depth + 1, adapter="leave_out")
-        linears = [f"{name}.weight" for name in block_linears(base.facts)]
-        _, names = foreign_names(base.model["name"], linears, where=file)
-        lora, factors = read_peft(folder, content, base.facts, names)
+        modules = foreign_modules(base.model["name"], block_linears(base.facts), where=file)
+        lora, factors = read_peft(folder, content, base.facts, modules)
         told = {"kind": base.kind, "path": path, "digest": ""}
         adapters = read_adapters(lora, factors, base.facts, told, str(folder))
         tensors, rounds = merged(adapters, base.tensors)

@@ -15,10 +15,9 @@ from crius.checkpoint.state import read_state
 from crius.errors import ConfigError, CriusError
 from crius.host import free_host_bytes
 from crius.interop.adapters import Adapters
-from crius.interop.peft import PREFIX
+from crius.interop.peft import PREFIX, foreign_modules
 from crius.interop.safetensors_file import ADAPTER_CONFIG, read_safetensors
 from crius.interop.weights import Weights, open_weights
-from crius.models.registry import foreign_names
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.exporting import (
     Export,
@@ -61,9 +60,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
             fix="leave out --format",
         )
     own = replace(source, weights=replace(weights, tensors=adapters.tensors, rounds={}))
-    linears = [f"{name}.weight" for name in adapters.linears]
-    _, modules = foreign_names(weights.model["name"], linears, otherwise="--format dcp")
-    modules = {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in modules.items()}
+    modules = foreign_modules(weights.model["name"], adapters.linears, otherwise="--format dcp")
     names = {
         f"{name}.{part}": f"{PREFIX}{theirs}.{part}.weight"
         for name, theirs in modules.items()
