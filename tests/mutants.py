@@ -105,7 +105,7 @@ ROOMS = {
         ),
     },
     "parallel": {
-        "context": ("test_context_order", f"{LAYOUT}[llama3 cp2]"),
+        "context": ("test_context_order", "test_many_ranks", f"{LAYOUT}[llama3 cp2]"),
         "pipeline": ("test_pipeline_stages", f"{LAYOUT}[llama3 pp2+1f1b]"),
         "stages": ("test_pipeline_stages", f"{LAYOUT}[llama3 pp2+1f1b]"),
         "activation_checkpoint": ("test_activation_checkpoint", "test_activation_auto"),

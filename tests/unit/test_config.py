@@ -19,7 +19,7 @@ from crius import cli
 from crius.config.data import DataConfig
 from crius.config.names import nearest_typo
 from crius.config.other_trainers import ALIASES, MOVED, NOTHING
-from crius.config.resolve import BatchSizes, batch_sizes, loss_chunks
+from crius.config.resolve import BatchSizes, batch_sizes
 from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import command_line_flags, flatten, to_toml
 from crius.config.training import TrainingConfig
@@ -597,17 +597,3 @@ def test_a_flag_of_thousands_of_digits_is_a_short_message(refused):
 
 def test_an_argument_that_is_not_utf8_is_a_message(refused):
     assert r"'caf\udce9.toml' is not UTF-8" in refused("--config", "caf\udce9.toml")
-
-
-@pytest.mark.parametrize(
-    ("device", "vocab_size", "num_ranks", "want"),
-    [
-        ("cuda", 128_256, 1, (4185, 261)),  # 1 GiB of bfloat16, and 128 MiB of float32
-        ("cuda", 128_256, 2, (8371, 523)),
-        ("cpu", 512, 1, (8192, 4096)),  # 8 MiB of each
-        ("cpu", 128_256, 1, (256, 16)),  # the fewest tokens of a matmul
-    ],
-)
-def test_a_chunk_of_the_loss_has_the_bytes_of_its_device(device, vocab_size, num_ranks, want):
-    found = loss_chunks(RunConfig(), vocab_size, device, num_ranks=num_ranks)
-    assert (found.tokens, found.block_tokens) == want

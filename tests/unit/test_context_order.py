@@ -1,9 +1,5 @@
 """Which tokens a context-parallel rank holds, without a process group."""
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -11,11 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.errors import LayoutError, PlanError
 from crius.models.layers import CausalAttention
-from crius.parallel import context
 from crius.parallel.context import (
     ContextShard,
     GatheredAttention,
-    HeadsAttention,
     _attend,
     _chunks,
     _split,
@@ -107,33 +101,6 @@ def test_every_rank_computes_as_many_scores(rank, masked):
     with CountScores() as counter:
         assert GatheredAttention(OneOfThree(rank))(q, k, k, mask).shape == q.shape
     assert counter.scores == 8 * 24 * 7 // 12
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
-def test_ranks_that_share_out_the_heads_compute_all_of_them(num_kv_heads, monkeypatch):
-    """Four ranks as threads; with fewer key/value heads than ranks, some have the same one."""
-    everyone = Barrier(4, timeout=30)
-    sent = {}
-
-    def exchange(x, rank):
-        sent[rank] = x
-        everyone.wait()
-        found = torch.stack([sent[other][rank] for other in range(4)])
-        everyone.wait()
-        return found
-
-    monkeypatch.setattr(context, "all_to_all", exchange)
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 12, 8, 4, generator=generator)
-    k, v = (torch.randn(2, 12, num_kv_heads, 4, generator=generator) for _ in range(2))
-
-    def of_rank(rank):
-        parts = (x.chunk(4, dim=1)[rank] for x in (q, k, v))
-        return HeadsAttention(SimpleNamespace(degree=4, mesh=rank))(*parts, None)
-
-    with ThreadPoolExecutor(4) as threads:
-        got = torch.cat([*threads.map(of_rank, range(4))], dim=1)
-    torch.testing.assert_close(got, CausalAttention()(q, k, v, None), rtol=0, atol=1e-6)
 
 
 class WindowedAttention(CausalAttention):

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from crius.config.resolve import loss_chunks
 from crius.config.rules_quantize import chunked_loss_has_its_layer
+from crius.config.run import RunConfig
 from crius.kernels import linear_cross_entropy as kernel
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX, Chunks, linear_cross_entropy, reference, score_block
 from crius.models import registry
@@ -243,3 +244,17 @@ def test_the_loss_of_32k_tokens_takes_less_than_a_twentieth_of_the_memory():
     chunked = loss_bytes(lambda *args: linear_cross_entropy(*args, chunks), *sizes)
     print(f"32768 tokens, {chunks.tokens} a chunk: {chunked / 2**30:.2f} GiB instead of {eager / 2**30:.2f}")
     assert chunked < 0.05 * eager
+
+
+@pytest.mark.parametrize(
+    ("device", "vocab_size", "num_ranks", "want"),
+    [
+        ("cuda", 128_256, 1, (4185, 261)),  # 1 GiB of bfloat16, and 128 MiB of float32
+        ("cuda", 128_256, 2, (8371, 523)),
+        ("cpu", 512, 1, (8192, 4096)),  # 8 MiB of each
+        ("cpu", 128_256, 1, (256, 16)),  # the fewest tokens of a matmul
+    ],
+)
+def test_a_chunk_of_the_loss_has_the_bytes_of_its_device(device, vocab_size, num_ranks, want):
+    found = loss_chunks(RunConfig(), vocab_size, device, num_ranks=num_ranks)
+    assert (found.tokens, found.block_tokens) == want

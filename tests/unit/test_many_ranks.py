@@ -14,7 +14,9 @@ from torch import nn
 from crius.config.layout import Layout
 from crius.config.training import DenseQuantizeConfig, Float8Config
 from crius.errors import CorruptionError
+from crius.models.layers import CausalAttention
 from crius.optim import muon
+from crius.parallel import context
 from crius.parallel.runtime import World
 from crius.shards import Place
 from crius.train import sdc
@@ -181,6 +183,26 @@ def test_matrices_are_gathered_one_on_each_rank_and_spread_again(names, monkeypa
     found = on_ranks(3, work)
     assert [whole is None for whole in found] == [rank >= len(names) for rank in range(3)]
     assert all(torch.equal(whole, matrix) for whole, matrix in zip(found, matrices, strict=False))
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+def test_ranks_that_share_out_the_heads_compute_all_of_them(num_kv_heads, monkeypatch):
+    """With fewer key/value heads than ranks, some ranks have the same one."""
+
+    def exchange(x, world):
+        return torch.stack([sent[world.rank] for sent in world.gather_json(x)])
+
+    monkeypatch.setattr(context, "all_to_all", exchange)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 12, 8, 4, generator=generator)
+    k, v = (torch.randn(2, 12, num_kv_heads, 4, generator=generator) for _ in range(2))
+
+    def work(world):
+        parts = (x.chunk(4, dim=1)[world.rank] for x in (q, k, v))
+        return context.HeadsAttention(SimpleNamespace(degree=4, mesh=world))(*parts, None)
+
+    got = torch.cat(on_ranks(4, work), dim=1)
+    torch.testing.assert_close(got, CausalAttention()(q, k, v, None), rtol=0, atol=1e-6)
 
 
 @pytest.mark.usefixtures("imported_torchao")
