@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.rooms import LEFT_OUT, ROOMS
+
 ROOT = Path(__file__).parent.parent
 FOUND = ROOT / "tests/mutants.toml"
 SECONDS = 300
@@ -37,195 +39,6 @@ CPU_SECONDS = 100
 MEMORY = 8 << 30
 """Bytes of such a process; a fault may ask for any number."""
 
-ORACLE = "tests/oracle/test_oracle.py::test_a_run_is_what_a_plain_loop_computes"
-CONFIG = "tests/unit/test_config.py"
-LAYOUT = "tests/parity/test_layouts.py::test_every_layout_computes_what_one_device_computes"
-
-WRONG_MODULES = "test_what_is_wrong_with_a_module_is_one_error"
-SETTINGS_OF_EXPERTS = (
-    "test_a_config_json_says_each_size_again",
-    "test_rows_are_named_by_their_number",
-)
-
-RULES = (
-    *("test_rules_pipeline", "test_rules_training", "test_rules_stability", "test_rules_kernels"),
-    *("test_rules_reproducible", "test_rules_quantize", "test_rules_experts", "test_rules"),
-    "test_rule_bounds",
-)
-DEFAULTS = f"{CONFIG}::test_a_default_changes_only_with_its_line"
-LONG_PARSES = (
-    f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",
-    f"--deselect={CONFIG}::test_no_released_flag_disappears",
-    f"--deselect={CONFIG}::test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml",
-)
-ROOMS = {
-    "config": {
-        "rules_lora": ("test_lora", "test_rules_quantize"),
-        "rules": RULES,
-        "facts": RULES,
-        "changes": ("test_changes", "test_data_boundary", "test_hostile_state", "test_from_hf"),
-        "resolve": (
-            *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
-            *("test_rules_reproducible", "test_planner_memory", "test_pipeline_stages", *LONG_PARSES),
-        ),
-        "lora": ("test_lora", DEFAULTS),
-        "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),
-        "param_groups": ("test_optim_states", "test_optim", "test_rules_training"),
-        "load": ("test_config", "test_from_hf", *LONG_PARSES),
-        "toml_file": ("test_config", "test_from_hf", "test_help", "test_redact", *LONG_PARSES),
-        "": (
-            *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config", "test_rules_experts"),
-            *("test_typed", "test_rule_bounds", *LONG_PARSES),
-        ),
-    },
-    "models": {
-        "huggingface": (
-            *("test_model", "test_from_hf"),
-            *(f"tests/unit/test_qwen3_moe.py::{name}" for name in SETTINGS_OF_EXPERTS),
-        ),
-        "registry": (f"tests/unit/test_import_models.py::{WRONG_MODULES}", "test_model"),
-        "config": ("test_model", "test_from_hf", "test_moe", f"{ORACLE}[sigmoid_experts]"),
-        "layers": (
-            *("test_model", "test_context_order", "test_import"),
-            *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "head_norms")),
-        ),
-        "": (
-            *("test_moe", "test_model", "test_decode"),
-            *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "experts", "sigmoid_experts")),
-        ),
-    },
-    "kernels": {
-        "cpu": ("test_squared_norm", "test_blocked_attention", "test_kernels"),
-        "linear_cross_entropy": ("test_linear_cross_entropy",),
-        "grouped_mm": ("test_grouped_mm",),
-        "choice": ("test_kernels", "test_rules_kernels", "test_attention_backends"),
-        "": (
-            *("test_rules_kernels", "test_attention_backends", "test_document_attention", "test_blocked_attention"),
-            "test_linear_cross_entropy",
-        ),
-    },
-    "parallel": {
-        "context": ("test_context_order", "test_many_ranks", f"{LAYOUT}[llama3 cp2]"),
-        "pipeline": ("test_pipeline_stages", f"{LAYOUT}[llama3 pp2+1f1b]"),
-        "stages": ("test_pipeline_stages", f"{LAYOUT}[llama3 pp2+1f1b]"),
-        "activation_checkpoint": ("test_activation_checkpoint", "test_activation_auto"),
-        "allocate": ("test_activation_auto",),
-        "compile": ("test_compile_folder", "test_activation_checkpoint"),
-        "kernel_cache": ("test_compile_folder",),
-        "reproducible": ("test_rules_reproducible", "test_exact_sums"),
-        "lora": ("test_lora", f"{LAYOUT}[llama3 fsdp2_tp2]"),
-        "init": ("test_model", f"{LAYOUT}[llama3 fsdp2_tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
-        "gradients": ("test_stability", "test_squared_norm", f"{LAYOUT}[llama3 fsdp2]"),
-        "mesh": tuple(f"{LAYOUT}[llama3 {layout}]" for layout in ("cp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
-        "runtime": (
-            "test_launch_local",
-            "test_shared_gpu",
-            "test_effects",
-            "test_cards",
-            f"{LAYOUT}[llama3 fsdp2_tp2]",
-        ),
-        "": (
-            *("test_async_tensor", "test_context_order", "test_pipeline_stages"),
-            *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
-            f"{LAYOUT}[qwen3_moe fsdp2_ep2]",
-        ),
-    },
-    "quantize": {
-        "frozen": ("test_lora",),
-        "": ("test_quantize", "test_rules_quantize", "test_low_precision", "test_many_ranks"),
-    },
-    "data": {
-        "chat": ("test_chat_files", "test_data_samples", "test_chat_masks"),
-        "loader": ("test_data_loader", "test_data_boundary"),
-        "sample_log": ("test_audit", "test_data_show"),
-        "lock": ("test_lock", "test_data_prepare"),
-        "prepare": ("test_data_prepare", "test_data_boundary"),
-        "show": ("test_data_show",),
-        "tokenizer": ("test_data_tokenizer", "test_tokenizer_files"),
-        "": (
-            *("test_data_corpus", "test_data_documents", "test_data_stream", "test_data_checked", "test_data_tokens"),
-            *("test_data_tokenizer", "test_data_boundary", "test_data_samples", "test_data_prepare"),
-        ),
-    },
-    "optim": {
-        "": (
-            *("test_optim", "test_optim_states", "test_many_ranks"),
-            *(f"{ORACLE}[{case}]" for case in ("groups", "tied_decayed", "muon", "muon_original", "8bit")),
-        ),
-    },
-    "checkpoint": {
-        "kept": ("test_kept_tokenizer",),
-        "manifest": ("test_checkpoint_format", "test_checkpoint_folder", "test_hostile_files", "test_checkpoint_cli"),
-        "pieces": ("test_checkpoint_pieces", "test_checkpoint_format", "test_checkpoint_saver"),
-        "contents": ("test_checkpoint_pieces",),
-        "plain": ("test_checkpoint_pieces", "test_import", "test_export"),
-        "load": ("test_checkpoint_pieces", "test_checkpoint_saver", "test_newest", "test_hostile_state"),
-        "": (
-            *("test_checkpoint_folder", "test_checkpoint_disk", "test_checkpoint_saver", "test_checkpoint_cli"),
-            *("test_checkpoint_url", "test_newest", "test_hostile_state", "test_checkpoint_format"),
-        ),
-    },
-    "interop": {
-        "adapters": ("test_lora", "test_foreign_weights"),
-        "peft": ("test_lora", "test_foreign_weights"),
-        "kept": ("test_kept_tokenizer",),
-        "casting": ("test_export",),
-        "context": ("test_export",),
-        "unpickle": ("test_hostile", "test_convert"),
-        "safetensors": ("test_foreign_weights", "test_hostile_files", "test_hostile", "test_import"),
-        "weights": ("test_foreign_weights", "test_import", "test_kept_tokenizer"),
-        "": (
-            *("test_foreign_weights", "test_convert", "test_import_gguf", "test_hostile", "test_hostile_files"),
-            "test_import",
-        ),
-    },
-    "train": {
-        "stability": ("test_stability", "test_rules_stability", "test_many_ranks"),
-        "sdc": ("test_many_ranks",),
-        "saving": ("test_saving", "test_newest"),
-        "checkpoints": ("test_saving", "test_newest"),
-        "inputs": ("test_from_hf", "test_data_boundary", "test_foreign_weights", "test_import", "test_kept_tokenizer"),
-        "setup": (
-            "test_dtype_auto",
-            "test_blocked_attention",
-            "test_document_attention",
-            "test_run_file",
-            "test_cards",
-        ),
-        "loop": (
-            *("test_saving", "test_tidied"),
-            *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
-        ),
-        "effects": ("test_effects", "test_cards"),
-        "tools": ("test_cards", "test_planner_runs"),
-        "": (
-            *("test_squared_norm", "test_loads", "test_effects", "test_metrics", "test_stability", "test_saving"),
-            "test_many_ranks",
-            *(f"{ORACLE}[{case}]" for case in ("causal", "last_partial_batch", "validation", "accumulation")),
-        ),
-    },
-    "tools/plan": {
-        "search": ("test_planner_auto", "test_planner_search"),
-        "legal": ("test_planner_auto", "test_planner_search"),
-        "render": ("test_planner_output",),
-        "remedies": ("test_planner_output",),
-        "validate": ("test_planner_validate",),
-        "fit": ("test_planner_validate",),
-        "explain": ("test_explaining", "test_planner_output"),
-        "plan": ("test_planner_auto", "test_planner_cli"),
-        "": (
-            *("test_planner_golden", "test_planner_memory", "test_planner_time", "test_planner_auto"),
-            *("test_planner_runs", "test_planner_cli", "test_planner_validate"),
-        ),
-    },
-    "tools/evaluate": {"": ("test_evaluate", "test_lm_eval_tasks")},
-}
-"""Tests that a developer of a room runs: files of ``tests/unit``, or words of pytest, by what the paths of the room's
-files begin with. They take at most 25 CPU seconds, on a quiet machine and without those that are ``full``, ``matrix``
-or ``slow``.
-"""
-MARKS = "not full and not matrix and not slow and not real"
-
 SWAPS = {"sum": "mean", "mean": "sum", "max": "min", "min": "max", "amax": "amin", "any": "all", "all": "any"}
 TURNED = {ast.Lt: ">=", ast.GtE: "<", ast.Gt: "<=", ast.LtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 TURNED |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
@@ -233,6 +46,15 @@ OFF_BY_ONE = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 LOGS = {"log", "_log", "status", "warnings"}
 WORDS = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 """What only words depend on, or what has no other form."""
+QUIET = {
+    "strict": "a zip asserts that lengths are equal",
+    "maxsize": "how many results a cache keeps",
+    "stacklevel": "which line a warning names",
+    "non_blocking": "whether the host waits for a copy that later work waits for anyway",
+    "daemon": "whether the end of Python waits for a thread, which is joined",
+    "timeout": "how long a dead peer is waited for",
+}
+"""Arguments that no result depends on, with what does."""
 
 
 class Change(NamedTuple):
@@ -283,7 +105,7 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
                 isinstance(child, ast.AST)
                 and not isinstance(child, WORDS)
                 and not is_log(child)
-                and not is_strict(child)
+                and not is_quiet(child)
             ):
                 yield from nodes(child)
 
@@ -293,9 +115,11 @@ def is_log(node: ast.AST) -> bool:
     return isinstance(called, ast.Attribute) and getattr(called.value, "id", "") in LOGS
 
 
-def is_strict(node: ast.AST) -> bool:
-    """Whether ``node`` is ``strict=True`` of a ``zip``, which asserts that lengths are equal."""
-    return isinstance(node, ast.keyword) and node.arg == "strict"
+def is_quiet(node: ast.AST) -> bool:
+    """Whether ``node`` is an argument of ``QUIET``, or a constant ``..._SECONDS``: how long something is waited for."""
+    if isinstance(node, ast.Assign):
+        return isinstance(node.targets[0], ast.Name) and node.targets[0].id.endswith("SECONDS")
+    return isinstance(node, ast.keyword) and node.arg in QUIET
 
 
 def replacements(node: ast.AST, text: str) -> Iterator[tuple[str, ast.AST, ast.AST, str]]:
@@ -314,8 +138,13 @@ def replacements(node: ast.AST, text: str) -> Iterator[tuple[str, ast.AST, ast.A
         yield from of_call(node)
     if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Constant) and node.returns.value is None:
         for statement in node.body:
-            if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+            if not is_word(statement):
                 yield "return", statement, statement, "return"
+
+
+def is_word(statement: ast.stmt) -> bool:
+    """Whether a statement only is a docstring or a line of the log."""
+    return isinstance(statement, ast.Expr) and (isinstance(statement.value, ast.Constant) or is_log(statement.value))
 
 
 def other_number(value: bool | int | float) -> bool | int | float:
@@ -412,9 +241,9 @@ class Copy:
         Tests that hang are ended, which counts as a failure: ``exit code -9``, or ``-24`` if they compute.
         """
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--timeout", "60", "-m", MARKS]
+        command = [sys.executable, "-m", "pytest", "-p", "mutants", "-x", "-rfE", "--timeout", "60", "-m", ""]
         command += tests
-        environ = {**os.environ, "PYTHONPATH": str(self.folder)}
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self.folder), str(self.folder / "tests")])}
         with (self.folder / "tests.log").open("w+") as log:
             process = subprocess.Popen(
                 command,
@@ -435,10 +264,20 @@ class Copy:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if code == pytest.ExitCode.NO_TESTS_COLLECTED:
-            raise ValueError(f"no test of {tests} runs with -m '{MARKS}'")
+            raise ValueError(f"no test of {tests} runs")
         if code == 0:
             return "", seconds
         return first[1] if first else f"exit code {code}", seconds
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """As a plugin of the tests in a copy: leave out what is long, unless ``ROOMS`` names it."""
+    named = tuple(word for word in config.args if "::" in word)
+    items[:] = [item for item in items if item.nodeid.startswith(named) or not marks_of(item) & {*LEFT_OUT}]
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    return {mark.name for mark in item.iter_markers()}
 
 
 def limit() -> None:

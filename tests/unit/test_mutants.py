@@ -2,7 +2,8 @@
 
 import pytest
 from harness import ROOT
-from mutants import ROOMS, changes_in, drawn, planted
+from mutants import changes_in, drawn, planted
+from rooms import ROOMS
 
 CHANGES = [
     ("constant", "x = a[-1]\n", "x = a[-2]\n"),
@@ -26,9 +27,17 @@ def test_a_change_replaces_one_text(kind, text, changed):
 
 @pytest.mark.parametrize(
     "text",
-    ['raise ValueError(f"{a + 1}")\n', 'log.info("%d", a + 1)\n', "def f(x: Literal[1]) -> int: ...\n", '"1 < 2"\n'],
+    [
+        'raise ValueError(f"{a + 1}")\n',
+        'log.info("%d", a + 1)\n',
+        "def f(x: Literal[1]) -> int: ...\n",
+        '"1 < 2"\n',
+        'def f() -> None:\n    """1."""\n    log.info("done")\n',
+        "f(timeout=1)\n",
+        "POLL_SECONDS = 0.1\n",
+    ],
 )
-def test_messages_and_annotations_are_left_alone(text):
+def test_what_no_result_depends_on_is_left_alone(text):
     assert changes_in(text) == []
 
 

@@ -1,0 +1,240 @@
+"""The tests of each room, a folder of ``crius``, which see the faults of ``tests/mutants.py``."""
+
+ORACLE = "tests/oracle/test_oracle.py::test_a_run_is_what_a_plain_loop_computes"
+CONFIG = "tests/unit/test_config.py"
+LAYOUT = "tests/parity/test_layouts.py::test_every_layout_computes_what_one_device_computes"
+TIED = "tests/parity/test_layouts.py::test_tied_embeddings_are_one_weight_on_every_layout"
+VALIDATED = "tests/parity/test_layouts.py::test_validation_scores_what_one_device_scores"
+PIPELINE = "tests/distributed/test_pipeline.py::test_a_pipeline_equals_one_process"
+REPRODUCIBLE = "tests/distributed/test_reproducible.py::test_every_data_parallel_layout_has_the_bits_of_one_device"
+LOOPBACK = "tests/distributed/test_loopback.py::test_nothing_listens_off_the_loopback"
+SDC = "tests/distributed/test_sdc.py::test_a_gradient_that_differs_the_second_time_names_its_rank_and_unit"
+FLIPPED = "tests/distributed/test_sdc.py::test_a_flipped_weight_names_the_odd_one_of_three_replicas"
+FAULTS = "tests/distributed/test_checkpoint_faults.py"
+FAILED_SAVE = "test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run"
+BROKEN = "test_weights_that_the_last_update_broke_are_not_saved_as_good"
+RESUMED = (
+    "test_a_resume_leaves_no_more_checkpoints_than_are_to_be_kept",
+    "test_a_schedule_that_changes_after_the_next_step_is_said_with_the_first_step_that_it_changes",
+    "test_settings_that_change_the_curve_are_said_and_taken",
+)
+COMPILED = (
+    "tests/distributed/test_compile.py::test_all_blocks_share_one_graph",
+    "tests/distributed/test_compile.py::test_too_many_recompilations_warn_once_with_tensor_and_dimension",
+)
+
+WRONG_MODULES = "test_what_is_wrong_with_a_module_is_one_error"
+SETTINGS_OF_EXPERTS = (
+    "test_a_config_json_says_each_size_again",
+    "test_rows_are_named_by_their_number",
+)
+
+RULES = (
+    *("test_rules_pipeline", "test_rules_training", "test_rules_stability", "test_rules_kernels"),
+    *("test_rules_reproducible", "test_rules_quantize", "test_rules_experts", "test_rules"),
+    "test_rule_bounds",
+)
+DEFAULTS = f"{CONFIG}::test_a_default_changes_only_with_its_line"
+LONG_PARSES = (
+    f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",
+    f"--deselect={CONFIG}::test_no_released_flag_disappears",
+    f"--deselect={CONFIG}::test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml",
+)
+ROOMS = {
+    "config": {
+        "rules_lora": ("test_lora", "test_rules_quantize"),
+        "rules": RULES,
+        "facts": RULES,
+        "changes": ("test_changes", "test_data_boundary", "test_hostile_state", "test_from_hf"),
+        "resolve": (
+            *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
+            *("test_rules_reproducible", "test_planner_memory", "test_pipeline_stages", *LONG_PARSES),
+        ),
+        "lora": ("test_lora", DEFAULTS),
+        "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),
+        "param_groups": ("test_optim_states", "test_optim", "test_rules_training"),
+        "load": ("test_config", "test_from_hf", *LONG_PARSES),
+        "toml_file": ("test_config", "test_from_hf", "test_help", "test_redact", *LONG_PARSES),
+        "": (
+            *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config", "test_rules_experts"),
+            *("test_typed", "test_rule_bounds", *LONG_PARSES),
+        ),
+    },
+    "models": {
+        "huggingface": (
+            *("test_model", "test_from_hf"),
+            *(f"tests/unit/test_qwen3_moe.py::{name}" for name in SETTINGS_OF_EXPERTS),
+        ),
+        "registry": (f"tests/unit/test_import_models.py::{WRONG_MODULES}", "test_model"),
+        "config": ("test_model", "test_from_hf", "test_moe", f"{ORACLE}[sigmoid_experts]"),
+        "layers": (
+            *("test_model", "test_context_order", "test_import"),
+            *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "head_norms")),
+        ),
+        "": (
+            *("test_moe", "test_model", "test_decode"),
+            *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "experts", "sigmoid_experts")),
+        ),
+    },
+    "kernels": {
+        "cpu": ("test_squared_norm", "test_blocked_attention", "test_kernels"),
+        "linear_cross_entropy": ("test_linear_cross_entropy",),
+        "grouped_mm": ("test_grouped_mm",),
+        "choice": ("test_kernels", "test_rules_kernels", "test_attention_backends"),
+        "": (
+            *("test_rules_kernels", "test_attention_backends", "test_document_attention", "test_blocked_attention"),
+            "test_linear_cross_entropy",
+        ),
+    },
+    "parallel": {
+        "context": (
+            *("test_context_order", "test_many_ranks"),
+            *(f"{LAYOUT}[llama3 {layout}]" for layout in ("cp2", "cp2+ulysses", "cp2+document")),
+        ),
+        "pipeline": (
+            *("test_pipeline_stages", f"{LAYOUT}[llama3 pp2+1f1b]", f"{LAYOUT}[llama3 pp2+interleave_1f1b]"),
+            *(f"{TIED}[pp2]", f"{VALIDATED}[pp2]", f"{PIPELINE}[pp2-1f1b]"),
+        ),
+        "stages": ("test_pipeline_stages", f"{LAYOUT}[llama3 pp2+1f1b]", f"{PIPELINE}[pp2-csv]"),
+        "activation_checkpoint": ("test_activation_checkpoint", "test_activation_auto"),
+        "allocate": ("test_activation_auto",),
+        "compile": ("test_compile_folder", "test_activation_checkpoint", *COMPILED),
+        "kernel_cache": ("test_compile_folder",),
+        "reproducible": (
+            *("test_rules_reproducible", "test_exact_sums"),
+            *(f"{REPRODUCIBLE}[{layout}]" for layout in ("fsdp2", "ddp2")),
+        ),
+        "lora": ("test_lora", f"{LAYOUT}[llama3 fsdp2_tp2+lora]"),
+        "init": ("test_model", f"{LAYOUT}[llama3 fsdp2_tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+        "gradients": (
+            *("test_stability", "test_squared_norm", f"{LAYOUT}[llama3 fsdp2]"),
+            f"{LAYOUT}[llama3 hsdp2x2_accum4+deferred]",
+        ),
+        "mesh": (
+            *(f"{LAYOUT}[llama3 {layout}]" for layout in ("cp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
+            *(f"{LAYOUT}[llama3 pp2+1f1b]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+        ),
+        "runtime": (
+            *("test_launch_local", "test_shared_gpu", "test_effects", "test_cards", LOOPBACK),
+            f"{LAYOUT}[llama3 fsdp2_tp2]",
+        ),
+        "interface": ("test_cards", LOOPBACK),
+        "fsdp": (
+            *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2", "hsdp2x2_accum4+deferred", "fsdp2_accum2+never")),
+            *(f"{LAYOUT}[llama3 fsdp2+offload]", f"{LAYOUT}[llama3 ddp2+lora]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+        ),
+        "": (
+            *("test_async_tensor", "test_context_order", "test_pipeline_stages", "test_effects"),
+            *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2_tp2", "tp2+float8_rowwise")),
+            f"{LAYOUT}[qwen3_moe fsdp2_ep2]",
+        ),
+    },
+    "quantize": {
+        "frozen": ("test_lora", f"{LAYOUT}[llama3 fsdp3+nf4]"),
+        "": (
+            *("test_quantize", "test_rules_quantize", "test_low_precision", "test_many_ranks"),
+            *(f"{LAYOUT}[llama3 tp2+float8_rowwise]", f"{LAYOUT}[llama3 fsdp2_tp2+float8+float8_all_gather]"),
+        ),
+    },
+    "data": {
+        "chat": ("test_chat_files", "test_data_samples", "test_chat_masks"),
+        "loader": ("test_data_loader", "test_data_boundary"),
+        "sample_log": ("test_audit", "test_data_show"),
+        "lock": ("test_lock", "test_data_prepare"),
+        "prepare": ("test_data_prepare", "test_data_boundary"),
+        "show": ("test_data_show",),
+        "tokenizer": ("test_data_tokenizer", "test_tokenizer_files"),
+        "": (
+            *("test_data_corpus", "test_data_documents", "test_data_stream", "test_data_checked", "test_data_tokens"),
+            *("test_data_tokenizer", "test_data_boundary", "test_data_samples", "test_data_prepare"),
+        ),
+    },
+    "optim": {
+        "": (
+            *("test_optim", "test_optim_states", "test_many_ranks"),
+            *(f"{ORACLE}[{case}]" for case in ("groups", "tied_decayed", "muon", "muon_original", "8bit")),
+        ),
+    },
+    "checkpoint": {
+        "kept": ("test_kept_tokenizer",),
+        "manifest": ("test_checkpoint_format", "test_checkpoint_folder", "test_hostile_files", "test_checkpoint_cli"),
+        "pieces": ("test_checkpoint_pieces", "test_checkpoint_format", "test_checkpoint_saver"),
+        "contents": ("test_checkpoint_pieces",),
+        "plain": ("test_checkpoint_pieces", "test_import", "test_export"),
+        "load": ("test_checkpoint_pieces", "test_checkpoint_saver", "test_newest", "test_hostile_state"),
+        "": (
+            *("test_checkpoint_folder", "test_checkpoint_disk", "test_checkpoint_saver", "test_checkpoint_cli"),
+            *("test_checkpoint_url", "test_newest", "test_hostile_state", "test_checkpoint_format"),
+        ),
+    },
+    "interop": {
+        "adapters": ("test_lora", "test_foreign_weights"),
+        "peft": ("test_lora", "test_foreign_weights"),
+        "kept": ("test_kept_tokenizer",),
+        "casting": ("test_export",),
+        "context": ("test_export",),
+        "unpickle": ("test_hostile", "test_convert"),
+        "safetensors": ("test_foreign_weights", "test_hostile_files", "test_hostile", "test_import"),
+        "weights": ("test_foreign_weights", "test_import", "test_kept_tokenizer"),
+        "": (
+            *("test_foreign_weights", "test_convert", "test_import_gguf", "test_hostile", "test_hostile_files"),
+            "test_import",
+        ),
+    },
+    "train": {
+        "stability": ("test_stability", "test_rules_stability", "test_many_ranks"),
+        "sdc": ("test_many_ranks", *(f"{SDC}[{layout}]" for layout in ("ddp2", "1")), FLIPPED),
+        "saving": ("test_saving", "test_newest", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
+        "checkpoints": (
+            *("test_saving", "test_newest", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
+            *(f"{FAULTS}::{name}" for name in RESUMED),
+        ),
+        "job": (*(f"{FAULTS}::{name}" for name in (f"{FAILED_SAVE}[async-erofs]", BROKEN)), f"{ORACLE}[validation]"),
+        "inputs": (
+            *("test_from_hf", "test_data_boundary", "test_foreign_weights", "test_import", "test_gpu_defaults"),
+            f"{ORACLE}[causal]",
+        ),
+        "setup": (
+            *("test_dtype_auto", "test_blocked_attention", "test_document_attention", "test_run_file", "test_cards"),
+            f"{ORACLE}[causal]",
+        ),
+        "loop": (
+            *("test_saving", "test_tidied", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
+            *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
+        ),
+        "reports": ("test_hot_loop", "test_metrics", f"{ORACLE}[validation]"),
+        "guard": ("test_stability", "test_hot_loop", f"{FAULTS}::{BROKEN}"),
+        "effects": ("test_effects", "test_cards", "test_lora"),
+        "pretrained": ("test_lora", "test_foreign_weights"),
+        "tools": ("test_cards", "test_planner_runs"),
+        "step": (
+            *("test_microbatches", "test_metrics", "test_many_ranks", f"{VALIDATED}[pp2]"),
+            *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation", "accumulation")),
+        ),
+        "": (
+            *("test_squared_norm", "test_loads", "test_stability", "test_many_ranks"),
+            *(f"{ORACLE}[{case}]" for case in ("causal", "last_partial_batch", "validation", "accumulation")),
+            *(f"{FAULTS}::{FAILED_SAVE}[async-erofs]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+        ),
+    },
+    "tools/plan": {
+        "search": ("test_planner_auto", "test_planner_search"),
+        "legal": ("test_planner_auto", "test_planner_search"),
+        "render": ("test_planner_output",),
+        "remedies": ("test_planner_output",),
+        "validate": ("test_planner_validate",),
+        "fit": ("test_planner_validate",),
+        "explain": ("test_planner_search", "test_planner_output"),
+        "plan": ("test_planner_auto", "test_planner_cli"),
+        "": (
+            *("test_planner_golden", "test_planner_memory", "test_planner_time", "test_planner_auto"),
+            *("test_planner_runs", "test_planner_cli", "test_planner_validate"),
+        ),
+    },
+    "tools/evaluate": {"": ("test_evaluate", "test_lm_eval_tasks")},
+}
+"""Tests that a developer of a room runs: files of ``tests/unit``, or words of pytest, by what the paths of the room's
+files begin with. They take about 25 CPU seconds at most, on a quiet machine. Of a file, tests with one of the marks
+``LEFT_OUT`` do not run; of a test that is named here, all rows do.
+"""
+LEFT_OUT = ("full", "matrix", "slow", "real")
