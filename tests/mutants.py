@@ -260,7 +260,7 @@ class Copy:
                 os.killpg(process.pid, signal.SIGKILL)
                 code = process.wait()
             log.seek(0)
-            first = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", log.read(), re.MULTILINE)
+            first = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", log.read(), re.MULTILINE)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if code == pytest.ExitCode.NO_TESTS_COLLECTED:

@@ -155,6 +155,11 @@ def test_what_cannot_pass_is_not_tried_again(memory, monkeypatch):
     assert pauses == []
 
 
+def test_a_folder_holds_files_alone(memory):
+    with pytest.raises(CheckpointError, match="'step/a/b' is neither a folder nor a file in a folder"):
+        open_disk(memory).files("step/a/b")
+
+
 def test_secrets_of_a_url_are_not_shown(monkeypatch):
     disk = open_disk("memory://user:pass@host/run?sig=key")
     assert disk.where == "memory://host/run"

@@ -170,6 +170,13 @@ def test_names_that_torch_compile_gave_to_some_modules_are_refused_with_the_reme
     assert "_orig_mod." not in caught.value.fix
 
 
+def test_experts_in_one_tensor_are_refused_with_the_remedy(tmp_path):
+    given = tensors_of() | {name: np.ones(2, np.float32) for name in ("model.layers.0.mlp.experts.down_proj", "other")}
+    with pytest.raises(CheckpointError, match="2 that the source has") as caught:
+        open_weights(str(write_model(tmp_path / "model", given)))
+    assert "load it with transformers and save it again" in caught.value.fix
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_of_the_base_model_are_taken_with_its_prefix(tied, tmp_path):
     """``LlamaModel.save_pretrained`` writes them; without a tied embedding it has no output layer."""
@@ -497,6 +504,14 @@ def test_an_adapter_on_an_adapter_is_not_exported_for_peft(adapter, tmp_path):
     with pytest.raises(ConfigError, match="is an adapter itself") as error:
         base_of(outer)
     assert error.value.fix.startswith("--format hf")
+
+
+def test_adapters_of_adapters_have_a_largest_depth(adapter, monkeypatch):
+    monkeypatch.setattr("crius.interop.weights._MOST_BASES", 1)
+    assert open_weights(str(adapter)).adapters
+    monkeypatch.setattr("crius.interop.weights._MOST_BASES", 0)
+    with pytest.raises(CheckpointError, match="more than 0 levels deep"):
+        open_weights(str(adapter))
 
 
 def test_an_adapter_with_a_tensor_of_an_unknown_dtype_is_refused(adapter):

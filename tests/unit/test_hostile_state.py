@@ -152,7 +152,8 @@ def test_what_a_run_counts_on_from_a_state_that_was_read_can_be_saved():
 def test_a_state_that_a_run_writes_is_taken_whole(folder):
     at_the_end = {"next_sample": 150, "since": [2, 12, 8, 150]}
     older = {key: value for key, value in GOOD["data"].items() if key != "since"}
-    for state in (GOOD, GOOD | {"data": GOOD["data"] | at_the_end}, GOOD | {"data": older}, {"train": {"step": STEP}}):
+    states = [GOOD, GOOD | {"data": GOOD["data"] | at_the_end}, GOOD | {"data": older}]
+    for state in (*states, GOOD | {"run": {"threads": 2}}, {"train": {"step": STEP}}):
         put(folder, encode_state(state, STEP))
         assert found_in(folder).state == state
 

@@ -185,6 +185,13 @@ def test_matrices_are_gathered_one_on_each_rank_and_spread_again(names, monkeypa
     assert all(torch.equal(whole, matrix) for whole, matrix in zip(found, matrices, strict=False))
 
 
+@pytest.mark.parametrize(("sizes", "group"), [((1, 4), "axis 1"), ((1, 1), "axis 0"), ((2, 2), [0, 1, 2, 3])])
+def test_holders_on_one_long_axis_use_its_group(sizes, group, monkeypatch):
+    monkeypatch.setattr(muon.dist, "new_group", lambda ranks, use_local_synchronization: ranks)
+    mesh = SimpleNamespace(ndim=2, size=sizes.__getitem__, get_group="axis {}".format)
+    assert muon._group(mesh, [0, 1, 2, 3]) == group
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_ranks_that_share_out_the_heads_compute_all_of_them(num_kv_heads, monkeypatch):
     """With fewer key/value heads than ranks, some ranks have the same one."""

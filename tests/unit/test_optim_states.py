@@ -268,6 +268,11 @@ def test_random_bits_differ_by_seed_name_step_place_and_field():
     assert torch.equal(draw(first=100)[:10], base[100:110])
 
 
+def test_random_bits_are_those_of_runs_that_resume():
+    bits = random_bits(stream(7, "w"), torch.tensor(3.0), torch.arange(2))
+    assert bits.tolist() == [9020604445986232047, 1546111640209391193]
+
+
 @pytest.mark.parametrize(("rows", "columns"), [((0, 8), (0, 6)), ((2, 5), (0, 6)), ((0, 8), (2, 4)), ((3, 8), (3, 6))])
 def test_places_of_a_shard_are_those_in_the_whole(rows, columns):
     want = torch.arange(48).view(8, 6)[slice(*rows), slice(*columns)]

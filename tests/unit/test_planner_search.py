@@ -318,6 +318,8 @@ def test_a_plan_says_what_was_rejected_and_why():
     assert plan.rejected and all(one.reason for one in plan.rejected)
     changes = {one.text for one in plan.nearby}
     assert {"TP 2 instead of 1", "float8", "activation checkpointing full", "without compile"} <= changes
+    in_float8 = {one.text for one in make_plan(case(quantize__dense__float8__enable=True)).nearby}
+    assert "bfloat16 instead of float8" in in_float8 and "float8" not in in_float8
 
 
 @pytest.mark.parametrize(

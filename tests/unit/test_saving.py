@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import shlex
 import shutil
 import sys
@@ -21,8 +22,9 @@ from crius.config.run import RunConfig
 from crius.errors import CheckpointError, EnvironmentError
 from crius.launch.environment import Placement
 from crius.train import loop, reports
+from crius.train.inputs import describe_model
 from crius.train.loop import NOTHING, Agreement, Decision
-from crius.train.saving import check_space, save_plan, size
+from crius.train.saving import check_space, checkpoint_bytes, save_plan, size
 
 MIB = 2**20
 
@@ -94,6 +96,14 @@ def test_a_run_that_is_done_and_saved_needs_no_room(tmp_path, monkeypatch):
         assert ("too little" in planned(tmp_path, monkeypatch, *given, free=MIB).line()) == is_refused
         with pytest.raises(EnvironmentError) if is_refused else contextlib.nullcontext():
             check_space(parse(["--model.num_layers", "2", "--checkpoint.keep_last=3", *given]), tmp_path)
+
+
+def test_muon_saves_one_moment_of_a_matrix_of_a_layer_and_two_of_all_else():
+    config = parse(["--optimizer.name", "muon", "--model.num_layers", "2"])
+    facts = describe_model(config)
+    sizes = {name: math.prod(shape) for name, shape in facts.parameter_shapes.items()}
+    matrices = sum(sizes[name] for name, shape in facts.parameter_shapes.items() if "layers." in name and shape[1:])
+    assert checkpoint_bytes(config, facts) == 4 * (3 * sum(sizes.values()) - matrices)
 
 
 def test_sizes_are_in_units_that_can_be_read():
