@@ -13,10 +13,21 @@ FLIPPED = "tests/distributed/test_sdc.py::test_a_flipped_weight_names_the_odd_on
 FAULTS = "tests/distributed/test_checkpoint_faults.py"
 FAILED_SAVE = "test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run"
 BROKEN = "test_weights_that_the_last_update_broke_are_not_saved_as_good"
+REPORTED = (
+    "test_a_run_that_ends_badly_reports_its_last_healthy_step_and_no_broken_one",
+    "test_the_time_of_a_step_has_what_the_host_does_while_the_device_computes",
+    "test_reports_whose_numbers_come_late_say_the_same_and_are_there_when_the_run_is_saved",
+    "test_a_step_that_reports_nothing_waits_for_the_device_once_and_for_the_step_before",
+)
 RESUMED = (
     "test_a_resume_leaves_no_more_checkpoints_than_are_to_be_kept",
     "test_a_schedule_that_changes_after_the_next_step_is_said_with_the_first_step_that_it_changes",
     "test_settings_that_change_the_curve_are_said_and_taken",
+)
+DRAWS = (
+    "test_any_range_of_rows_is_that_slice_of_the_whole",
+    "test_name_seed_and_block_each_give_other_numbers",
+    "test_draws_are_a_clamped_standard_normal",
 )
 COMPILED = (
     "tests/distributed/test_compile.py::test_all_blocks_share_one_graph",
@@ -105,7 +116,10 @@ ROOMS = {
             *(f"{REPRODUCIBLE}[{layout}]" for layout in ("fsdp2", "ddp2")),
         ),
         "lora": ("test_lora", f"{LAYOUT}[llama3 fsdp2_tp2+lora]"),
-        "init": ("test_model", f"{LAYOUT}[llama3 fsdp2_tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+        "init": (
+            *("test_model", f"{LAYOUT}[llama3 fsdp2_tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+            *(f"tests/distributed/test_init.py::{name}" for name in DRAWS),
+        ),
         "gradients": (
             *("test_stability", "test_squared_norm", f"{LAYOUT}[llama3 fsdp2]"),
             f"{LAYOUT}[llama3 hsdp2x2_accum4+deferred]",
@@ -190,7 +204,10 @@ ROOMS = {
             *("test_saving", "test_newest", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
             *(f"{FAULTS}::{name}" for name in RESUMED),
         ),
-        "job": (*(f"{FAULTS}::{name}" for name in (f"{FAILED_SAVE}[async-erofs]", BROKEN)), f"{ORACLE}[validation]"),
+        "job": (
+            *(f"{FAULTS}::{name}" for name in (f"{FAILED_SAVE}[async-erofs]", BROKEN)),
+            f"{ORACLE}[validation]",
+        ),
         "inputs": (
             *("test_from_hf", "test_data_boundary", "test_foreign_weights", "test_import", "test_gpu_defaults"),
             f"{ORACLE}[causal]",
@@ -203,13 +220,17 @@ ROOMS = {
             *("test_saving", "test_tidied", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
             *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
         ),
-        "reports": ("test_hot_loop", "test_metrics", f"{ORACLE}[validation]"),
-        "guard": ("test_stability", "test_hot_loop", f"{FAULTS}::{BROKEN}"),
+        "reports": (*(f"tests/unit/test_hot_loop.py::{name}" for name in REPORTED), f"{ORACLE}[validation]"),
+        "guard": (
+            *("test_stability", f"tests/unit/test_hot_loop.py::{REPORTED[0]}", f"{FAULTS}::{BROKEN}"),
+            "tests/distributed/test_nonfinite.py::test_nan_in_the_last_step_is_found_although_no_step_follows",
+        ),
         "effects": ("test_effects", "test_cards", "test_lora"),
         "pretrained": ("test_lora", "test_foreign_weights"),
         "tools": ("test_cards", "test_planner_runs"),
         "step": (
-            *("test_microbatches", "test_metrics", "test_many_ranks", f"{VALIDATED}[pp2]"),
+            *("test_microbatches", "test_many_ranks", f"{VALIDATED}[pp2]"),
+            "tests/unit/test_metrics.py::test_the_largest_loss_is_the_mean_of_one_rank_over_its_own_tokens",
             *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation", "accumulation")),
         ),
         "": (

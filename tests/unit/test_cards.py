@@ -3,12 +3,15 @@
 import functools
 import logging
 import socket
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness import parse
 from torch._dynamo.callback import callback_handler
 from torch.profiler import profile
 
@@ -21,6 +24,7 @@ from crius.metrics.ledger import TimeLedger
 from crius.parallel import interface, runtime
 from crius.parallel.interface import GLOO, NCCL, choose_interface
 from crius.parallel.runtime import pick_device
+from crius.train import setup
 from crius.train.effects import check, of_cuda_only
 from crius.train.setup import Compilations, profiler, record_memory
 from crius.train.tools import explained
@@ -101,6 +105,12 @@ def host(monkeypatch):
     monkeypatch.setattr(interface, "_address", addresses.__getitem__)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(addresses, 1)))
     monkeypatch.setattr(interface, "_source", {"node-0": "10.1.0.7", "me": "127.0.1.1", "192.0.2.1": "10.0.0.7"}.get)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the address of an interface")
+def test_the_loopback_has_its_address_and_an_unknown_interface_none():
+    assert interface._address("lo") == interface._source("127.0.0.1") == "127.0.0.1"
+    assert interface._address("none-such") == ""
 
 
 @pytest.mark.parametrize(
@@ -284,3 +294,27 @@ def test_a_compilation_is_a_phase_of_its_own_and_its_time_no_time_of_the_phase_a
     assert (phases, status.phase) == (["compile"], "forward")
     assert ledger.seconds["compile"] >= 0.3
     assert ledger.seconds["compile"] + ledger.seconds["validation"] < time.monotonic() - begin
+
+
+def test_ranks_share_the_memory_of_their_host_and_the_least_of_any_counts(monkeypatch):
+    hosts = [["a", 12], ["a", 14], ["b", 9]]
+    ranks = SimpleNamespace(device=torch.device("cpu"), gather_json=lambda own: hosts)
+    assert setup._memory(ranks) == 6
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    ranks = SimpleNamespace(device=torch.device("cuda"), gather_json=lambda own: [own, 48.0])
+    assert setup._memory(ranks) == 48
+
+
+@pytest.mark.parametrize(
+    ("order", "flags", "want"),
+    [
+        (("flex",), [], 0),
+        (("varlen", "flex"), ["--training.seq_len", "1024"], 16),
+        (("varlen", "flex"), ["--training.seq_len", "32"], 1),
+        (("varlen", "flex"), ["--training.seq_len", "1024", "--training.reproducible"], 1024),
+        (("varlen",), ["--training.seq_len", "1024"], 1024),
+    ],
+)
+def test_attention_by_ends_takes_a_document_per_64_tokens_unless_it_is_the_only_kernel(order, flags, want, monkeypatch):
+    monkeypatch.setattr(setup.choice, "current", lambda: SimpleNamespace(attention=order))
+    assert setup.most_documents(parse(flags)) == want
