@@ -17,11 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from crius.kernels import choice
 from crius.kernels.cpu.linear import store_by_columns
 from crius.models import registry
-from crius.models.config import DecoderConfig, rope_scaling_text
+from crius.models.config import DecoderConfig
 from crius.models.decode import generate
 from crius.models.huggingface import config_of
 from crius.models.layers import Linear
-from crius.models.llama3 import HF, Llama3Config, plan
+from crius.models.llama3 import HF, Llama3Config
+from crius.models.rope import rope_scaling_text
 from crius.models.spec import ModelSpec
 
 SHAPE = Llama3Config(
@@ -31,7 +32,7 @@ SHAPE = Llama3Config(
 
 
 def build_ours(config: DecoderConfig) -> torch.nn.Module:
-    spec = ModelSpec(name="llama3", flavors={"here": config}, plan=plan)
+    spec = ModelSpec(name="llama3", flavors={"here": config})
     model = registry.build(spec.describe("here"))
     torch.manual_seed(0)
     for parameter in model.parameters():

@@ -17,9 +17,9 @@ SHIFT = 1e-3
 class CountingConfig(Llama3Config):
     """Layers with the buffers of ``CountingBlock``."""
 
-    def layer(self):
+    def layer(self, index):
         buffers = (Buffer("shift", (2,), value=0.5), Buffer("seen", (2,), "int64", persistent=False))
-        return replace(super().layer(), buffers=buffers)
+        return replace(super().layer(index), buffers=buffers)
 
 
 class CountingBlock(Block):

@@ -40,7 +40,13 @@ CASES = [
         "leave out --model.num_experts, --model.top_k",
     ),
     (rules.sizes, [*ROUTED, "--model.num_experts", "99999"], "above 65,536", "--model.num_experts", "65536"),
-    (rules.heads_divide, ["--model.head_dim", "7"], "the odd width 7", "--model.head_dim", "head_dim 8"),
+    (
+        rules.heads_divide,
+        ["--model.head_dim", "7"],
+        "rotate 7 numbers of a head",
+        "--model.head_dim",
+        "head_dim 8",
+    ),
     (
         rules.heads_divide,
         ["--model.num_kv_heads", "3"],

@@ -3,8 +3,6 @@ first layer. ``--import sigmoid_moe`` knows it.
 """
 
 from crius.models.config import RoutedConfig
-from crius.models.moe import RoutedBlock
-from crius.models.plan import decoder_plan
 from crius.models.spec import ModelSpec
 
 SMALL = RoutedConfig(
@@ -27,12 +25,4 @@ SMALL = RoutedConfig(
 )
 
 
-def plan(config):
-    return decoder_plan(
-        tied_embeddings=config.tied_embeddings,
-        dense_layers=range(config.num_dense_layers),
-        shared_experts=config.shared_ffn_dim > 0,
-    )
-
-
-SPEC = ModelSpec(name="sigmoid_moe", flavors={"small": SMALL}, plan=plan, block=RoutedBlock)
+SPEC = ModelSpec(name="sigmoid_moe", flavors={"small": SMALL})

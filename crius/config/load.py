@@ -33,7 +33,7 @@ PRECISION_RECIPE = "precision"
 
 TAKEN = (
     *("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "rope_theta"),
-    *("rope_scaling", "norm_eps", "tied_embeddings"),
+    *("rope_scaling", "norm_eps", "tied_embeddings", "words"),
 )
 """Sizes that a file of ``model.from_hf`` gives. The run.toml of such a run has all of them."""
 
@@ -266,7 +266,7 @@ def _leave_open(named: Mapping[str, Argument]) -> None:
         if argument.tokens and name.startswith("--model."):
             text = argument.tokens[0].value
             with contextlib.suppress(ValueError):
-                if (name == "--model.rope_scaling" and not text) or float(text) == -1:
+                if (name in ("--model.rope_scaling", "--model.words") and not text) or float(text) == -1:
                     argument.tokens = []
 
 

@@ -80,11 +80,18 @@ MOST_TOKENS = 512
 token and head."""
 
 
-def obstacle(config: RunConfig) -> tuple[str, str]:
-    """Why a run on a CPU cannot use the blocked kernel, and what to change; both empty if it can."""
+def obstacle(config: RunConfig, model: Any) -> tuple[str, str]:
+    """Why a run on a CPU cannot use the blocked kernel, and what to change; both empty if it can.
+
+    Args:
+        config: the run.
+        model: as in ``varlen_obstacle``.
+    """
     training = config.training
     if config.model.attention_mask == "document":
         return "it takes no mask", "--kernels.attention auto, or --model.attention_mask causal"
+    if model and (any(model.windows) or model.attention.scale is not None):
+        return "it takes neither windows nor another scale", "--kernels.attention auto"
     if config.parallelism.context_parallel_degree > 1:
         return "context parallelism splits sequences among ranks", "--kernels.attention auto"
     dtype = training.mixed_precision_param
@@ -97,15 +104,19 @@ def obstacle(config: RunConfig) -> tuple[str, str]:
     return "", ""
 
 
-def keeps_probabilities(config: RunConfig) -> bool:
+def keeps_probabilities(config: RunConfig, model: Any) -> bool:
     """Whether a run on a CPU uses the blocked kernel. It does if the kernel was asked for, or under ``auto`` if it was
     measured to be faster and takes little memory. Recomputation does not matter here, because it must not change a bit
     of a run.
+
+    Args:
+        config: the run.
+        model: as in ``varlen_obstacle``.
     """
     if config.kernels.attention != "auto":
         return config.kernels.attention == "blocked"
     is_short = config.training.seq_len <= MOST_TOKENS
-    return is_short and is_wide_amd_cpu() and obstacle(config) == ("", "")
+    return is_short and is_wide_amd_cpu() and obstacle(config, model) == ("", "")
 
 
 def compares_bits(config: RunConfig) -> list[str]:

@@ -63,7 +63,9 @@ def heads_divide(facts: Facts) -> Violations:
     model = facts.model
     if model is None or min(model.num_heads, model.num_kv_heads, model.dim) < 1:
         return  # known_model reports it
-    heads, width = model.num_heads, model.attention.rotary_dim
+    heads = model.num_heads
+    widths = {layer.attention.rope.dim for _, layer in model.layers if layer.attention.rope}
+    width = next((width for width in widths if width % 2 or width < 2), 0)
     if heads % model.num_kv_heads:
         legal = list(divisors(heads))
         yield ConfigError(
@@ -82,9 +84,9 @@ def heads_divide(facts: Facts) -> Violations:
             why="the width of a head is dim / num_heads unless model.head_dim gives it",
             fix=(f"--model.num_heads {near}, or " if near else "") + "give the width of a head as model.head_dim",
         )
-    elif width % 2 or width < 2:
+    elif width:
         yield ConfigError(
-            f"the heads of {facts.model_name} have the odd width {width}.",
+            f"positions of {facts.model_name} rotate {width} numbers of a head, an odd number.",
             where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.head_dim"),
             why="a position turns a head's numbers in pairs",
             fix=f"--model.head_dim {width + 1}",

@@ -171,7 +171,7 @@ def every_stage_has_adapters(facts: Facts) -> Violations:
     if model is None or not lora.is_on or parallelism.pipeline_parallel_degree < 2 or list(modules_split(facts)):
         return
     names = target_names(lora, model)
-    stages = split_stages(model.modules(1.0), num_stages(parallelism), parallelism)
+    stages = split_stages(model.modules(1), num_stages(parallelism), parallelism)
     empty = [
         number
         for number, modules in enumerate(stages)

@@ -84,7 +84,7 @@ def modules_split(facts: Facts) -> Violations:
     parallelism, model = facts.config.parallelism, facts.model
     if model is None or not _is_sound(facts):
         return
-    modules = model.modules(1.0)
+    modules = model.modules(1)
     layers, stages = sum(is_layer(module.name) for module in modules), num_stages(parallelism)
     if stages <= layers:
         try:

@@ -168,11 +168,12 @@ def cpu_kernels_run_on_cpus(facts: Facts) -> Violations:
 def attention_backend_runs(facts: Facts) -> Violations:
     """The backend of attention supports the device, the dtype and the mask."""
     config, asked = facts.config, facts.config.kernels.attention
-    on_gpu, has_mask = _is_on_gpu(facts), config.model.attention_mask == "document"
+    on_gpu = _is_on_gpu(facts)
+    has_mask = config.model.attention_mask == "document" or (facts.model is not None and any(facts.model.windows))
     why, fix = "", f"--{_ATTENTION} auto"
     if not on_gpu:
         if asked == "blocked":
-            why, fix = obstacle(config)
+            why, fix = obstacle(config, facts.model)
         elif asked not in ("auto", "flash", "math"):
             why = "on a CPU the backends are flash, math and blocked"
     elif asked == "blocked":
@@ -186,7 +187,7 @@ def attention_backend_runs(facts: Facts) -> Violations:
         why = "it takes no mask" if asked == "flash" else "its gradient of masked attention is NaN at some lengths"
         fix = f"--{_ATTENTION} varlen, flex or efficient"
     elif asked in ("flex", "varlen") and not has_mask:
-        why, fix = "it is for the document mask", f"{fix}, or --model.attention_mask document"
+        why, fix = "it is for masks of documents and windows", f"{fix}, or --model.attention_mask document"
     elif asked in ("varlen", *_FLASH_VERSIONS) and has_mask:
         why = varlen_obstacle(config, facts.model)
     elif asked not in ("auto", *_FLASH_VERSIONS) and config.parallelism.context_parallel_degree > 1:

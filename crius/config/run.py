@@ -86,8 +86,12 @@ class ModelConfig:
 
     rope_scaling: str = ""
     """How the rotary frequencies are stretched for longer contexts: the JSON of rope_scaling in a Hugging Face
-    config.json with rope_type llama3 or default, or none. Empty: the flavor's. "frequencies": "float32" in it computes
-    them as transformers does; an import writes it."""
+    config.json with rope_type llama3, yarn, linear or default, or none. Empty: the flavor's. "frequencies": "float32"
+    in it computes them as transformers does; an import writes it."""
+
+    words: str = ""
+    """What the layers compute, beyond their sizes, as JSON: biases, windows, scales, places of norms and others, all
+    listed in docs/models.md. Empty: the flavor's."""
 
     norm_eps: float = -1.0
     """Number that norms add to the mean square. -1: the flavor's."""

@@ -15,7 +15,7 @@ from crius.checkpoint.disk import Disk
 from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.manifest import ALGORITHM, MAX_TEXT, Hasher, Manifest, blocks_of, digest_of
 from crius.checkpoint.names import MANIFEST, step_name
-from crius.checkpoint.pieces import Shape, TensorSource, misfits, stacked, stored
+from crius.checkpoint.pieces import Shape, TensorSource, misfits, rows_from, stacked, stored
 from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.config.load import OF_EXPERTS, TAKEN
@@ -37,10 +37,12 @@ from crius.interop.safetensors_file import (
     read_safetensors,
     said,
 )
-from crius.models.config import parse_rope_scaling, rope_scaling_text
+from crius.models.config import WORDS
 from crius.models.description import ModelDescription
 from crius.models.huggingface import read_model_settings, rows_of
 from crius.models.registry import SPECS, families, find_spec
+from crius.models.rope import parse_rope_scaling, rope_scaling_text
+from crius.models.words import words_text
 
 log = logging.getLogger("crius.interop")
 
@@ -306,7 +308,15 @@ def settled(model: Mapping[str, Any]) -> dict[str, Any]:
     names = (name for name in (*TAKEN, *OF_EXPERTS) if name != "rope_scaling" and hasattr(config, name))
     sizes = {name: getattr(config, name) for name in names}
     scaling = rope_scaling_text(config.rope_scaling, is_float32=config.rope_float32)
-    return {"name": model["name"], "flavor": model["flavor"], **sizes, "rope_scaling": scaling}
+    flavor = SPECS[model["name"]].flavors.get(model["flavor"])
+    words = words_text({name: getattr(config, name) for name in WORDS}, type(config), flavor)
+    return {
+        "name": model["name"],
+        "flavor": model["flavor"],
+        **sizes,
+        "rope_scaling": scaling,
+        "words": words,
+    }
 
 
 def is_other_size(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -460,9 +470,18 @@ def hugging_face_tensors(foreign: Foreign, model: Mapping[str, Any], where: str)
         what = f"{facts.experts[0]:,} layers of {facts.num_experts:,} experts"
         raise CheckpointError(f"{where} has {len(there):,} tensors for {what}.")
     names = check_tensors(model, {key: tensor.shape for key, tensor in there.items()}, family.translated, where)
+    begun = dict[str, int]()  # rows that were given out, of a tensor that joins several of ours
     for name, key in names.items():
-        rows = rows_of(key, facts.parameter_shapes.get(name, ()))
-        tensors[name] = there[key] if key in rows else stacked(key, [there[row] for row in rows])
+        shape = facts.parameter_shapes.get(name, ())
+        rows = rows_of(key, shape)
+        if key not in rows:
+            tensors[name] = stacked(key, [there[row] for row in rows])
+        elif there[key].shape == shape or name not in facts.parameter_shapes:
+            tensors[name] = there[key]
+        else:
+            start = begun.get(key, 0)
+            tensors[name] = rows_from(there[key], start, shape[0])
+            begun[key] = start + shape[0]
     return tensors
 
 
@@ -486,7 +505,9 @@ def check_tensors(
     buffers = {buffer.name: buffer.shape for buffer in facts.buffers if buffer.persistent}
     wanted: dict[str, Shape] = {}
     for name, shape in (facts.parameter_shapes | buffers).items():
-        wanted |= rows_of(translated(name), shape)
+        for key, rows in rows_of(translated(name), shape).items():
+            before = wanted.get(key, (0,))[0]  # of others of ours that the source joins with this one
+            wanted[key] = (before + rows[0], *rows[1:]) if before else rows
     if problems := misfits(there, wanted, "the source", "the model"):
         is_fused = any(name.endswith(_FUSED_EXPERTS) for name in there.keys() - wanted.keys())
         fix = "get it again from its origin"

@@ -25,9 +25,11 @@ class Documents(NamedTuple):
     Attributes:
         ends: ends of the documents, counted from the start of the batch, int32 with a leading 0. A repeated number is
             an empty document.
+        window: newest tokens that a token attends to, itself included; 0: all of its document.
     """
 
     ends: Tensor
+    window: int = 0
 
 
 Mask = Tensor | BlockMask | Documents
@@ -47,41 +49,50 @@ _BACKENDS = {
 _MASKED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
-def causal_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
-    """Attention of each token to itself and to earlier tokens: ``(B, N, T, H)``; K divides N."""
+def causal_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, scale: float | None = None) -> Tensor:
+    """Attention of each token to itself and to earlier tokens: ``(B, N, T, H)``; K divides N.
+
+    Args:
+        q_BNTH: queries.
+        k_BKTH: keys.
+        v_BKTH: values.
+        scale: factor of the scores; None: ``H ** -0.5``.
+    """
     order = choice.current().attention
-    if "blocked" in order and blocked_attention.when(q_BNTH, k_BKTH, v_BKTH):
+    if "blocked" in order and scale is None and blocked_attention.when(q_BNTH, k_BKTH, v_BKTH):
         return blocked_attention.blocked_attention(q_BNTH, k_BKTH, v_BKTH)
     backends = [_BACKENDS[name] for name in order if name in _BACKENDS]
     is_wide_on_gpu = q_BNTH.is_cuda and q_BNTH.itemsize > 2 and backends != [SDPBackend.MATH]
     if is_wide_on_gpu or backends == [SDPBackend.EFFICIENT_ATTENTION]:  # the only kernel; it takes no shared heads
         k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     if not backends:
-        return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, scale=scale, enable_gqa=True)
     with sdpa_kernel(backends, set_priority=True):
-        return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask) -> Tensor:
-    """Attention where ``mask`` is True: ``(B, N, T, H)``; K divides N."""
+def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
+    """Attention where ``mask`` is True: ``(B, N, T, H)``; K divides N. ``scale`` as in ``causal_attention``."""
     if isinstance(mask, BlockMask):
         attend = _compiled(flex_attention, q_BNTH.device.type)
-        y: Tensor = attend(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=True)
+        y: Tensor = attend(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, scale=scale, enable_gqa=True)
         return y
     if isinstance(mask, Documents):
-        return _attention_by_document(q_BNTH, k_BKTH, v_BKTH, mask.ends)
+        return _attention_by_document(q_BNTH, k_BKTH, v_BKTH, mask, scale)
     if q_BNTH.is_cuda:  # no other fused kernel takes both a mask and shared key/value heads
         k_BKTH, v_BKTH = _repeated(q_BNTH, k_BKTH, v_BKTH)
     chosen = [_BACKENDS[name] for name in choice.current().attention if name in _BACKENDS]
     with sdpa_kernel([backend for backend in _MASKED if backend in chosen] or list(_MASKED)):
-        return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
 # torch 2.11 lacks the argument and compares no numbers of heads; its FlashAttention takes shared heads all the same
 _SHARES_HEADS: dict[str, Any] = {"enable_gqa": True} if release(torch.__version__) >= (2, 12) else {}
 
 
-def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends: Tensor) -> Tensor:
+def _attention_by_document(
+    q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, documents: Documents, scale: float | None
+) -> Tensor:
     """Attention within each document, as a sequence of its own. The longest may have T tokens: its real length is only
     known on the device.
     """
@@ -89,11 +100,16 @@ def _attention_by_document(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, ends:
 
     batch, _, tokens, _ = q_BNTH.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTH, k_BKTH, v_BKTH))
-    y = cast(Tensor, varlen_attn(q, k, v, ends, ends, tokens, tokens, window_size=(-1, 0), **_SHARES_HEADS))
+    ends = documents.ends
+    earlier = documents.window - 1  # -1: all
+    attend = varlen_attn(q, k, v, ends, ends, tokens, tokens, scale=scale, window_size=(earlier, 0), **_SHARES_HEADS)
+    y = cast(Tensor, attend)
     return y.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
-def cached_attention(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None) -> Tensor:
+def cached_attention(
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
     """Attention of the newest tokens to all cached tokens and to themselves: ``(B, T, N, H)``.
 
     Args:
@@ -101,14 +117,19 @@ def cached_attention(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tenso
         k_BSKH: keys; K divides N.
         v_BSKH: values.
         mask: bool, ``(B or 1, 1, T, S)``. None: with T = 1 the token sees all S keys; with T = S attention is causal.
+        scale: as in ``causal_attention``.
     """
     k_BKSH = k_BSKH.transpose(1, 2)
     v_BKSH = v_BSKH.transpose(1, 2)
     if q_BTNH.shape[1] == 1:  # the query heads of a key/value head are rows of one matmul, and no key is copied
         q_BKGH = q_BTNH[:, 0].unflatten(1, (k_BSKH.shape[2], -1))
-        return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask).flatten(1, 2)[:, None]
+        y_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask, scale=scale)
+        return y_BKGH.flatten(1, 2)[:, None]
     q_BNTH = q_BTNH.transpose(1, 2)
-    y = causal_attention(q_BNTH, k_BKSH, v_BKSH) if mask is None else masked_attention(q_BNTH, k_BKSH, v_BKSH, mask)
+    if mask is None:
+        y = causal_attention(q_BNTH, k_BKSH, v_BKSH, scale)
+    else:
+        y = masked_attention(q_BNTH, k_BKSH, v_BKSH, mask, scale)
     return y.transpose(1, 2)
 
 
@@ -118,12 +139,13 @@ def _repeated(q_BNTH: Tensor, *shared: Tensor) -> list[Tensor]:
     return [x if ratio == 1 else x.repeat_interleave(ratio, dim=1) for x, ratio in zip(shared, ratios, strict=True)]
 
 
-def document_mask(positions_BT: Tensor, ends_BM: Tensor | None = None) -> Mask:
+def document_mask(positions_BT: Tensor, ends_BM: Tensor | None = None, window: int = 0) -> Mask:
     """Make the mask by which a token sees only earlier tokens of its own document. Position 0 starts a document.
 
     Args:
         positions_BT: position of each token.
         ends_BM: ends of the documents of each row, as in ``crius.data.loader.Batch``; None if the batch has no ends.
+        window: newest tokens that a token attends to, itself included; 0: all of its document.
 
     Returns:
         With ``ends_BM``, the ends of all documents. Else bool ``(B, 1, T, T)``, queries before keys, or for flex its
@@ -135,21 +157,30 @@ def document_mask(positions_BT: Tensor, ends_BM: Tensor | None = None) -> Mask:
         starts = torch.arange(0, batch * tokens, tokens, dtype=ends_BM.dtype, device=ends_BM.device)
         ends = F.pad((ends_BM + starts[:, None]).flatten(), (1, 0))
         torch._dynamo.maybe_mark_dynamic(ends, 0)  # one compiled graph for any number of documents
-        return Documents(ends)
+        return Documents(ends, window)
     documents_BT = (positions_BT == 0).cumsum(dim=-1)
     takes_flex = "flex" in choice.current().attention
     masks_made["flex" if takes_flex else "sdpa"] += 1
     if not takes_flex:
         same = documents_BT[:, :, None] == documents_BT[:, None, :]
-        return (same & torch.ones_like(same).tril())[:, None]
+        earlier = torch.ones_like(same).tril()
+        return (same & (earlier.triu(1 - window) if window else earlier))[:, None]
+    batch, tokens = positions_BT.shape
+    reach = window or tokens
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents_BT[b, q] == documents_BT[b, k])
+        return (q >= k) & (q < k + reach) & (documents_BT[b, q] == documents_BT[b, k])
 
-    batch, tokens = positions_BT.shape
     make = _compiled(create_block_mask, positions_BT.device.type)
     blocks: BlockMask = make(sees, batch, None, tokens, tokens, device=positions_BT.device)
     return blocks
+
+
+def ends_of_rows(batch: int, tokens: int, device: torch.device) -> Tensor | None:
+    """Ends of documents that are whole rows, for windows without a document mask; None where no kernel takes ends."""
+    if "varlen" not in choice.current().attention:
+        return None
+    return torch.full((batch, 1), tokens, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -1,101 +1,30 @@
 """``DecoderConfig``: the sizes of a decoder, and the weights of its layers that follow from them. Torch-free."""
 
-import json
-from collections.abc import Mapping
+import itertools
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from crius.models.description import Attention, Buffer, FeedForward, Layer, Weight
-from crius.strict_json import load_object
+from crius.models.description import Activation, Attention, Buffer, FeedForward, Layer, Norm, Placement, Weight
+from crius.models.rope import Rope, Scaling
 
 FFN_UNIT = 64
 """A feed-forward width that is computed from another width is rounded up to a multiple of this."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the low rotary frequencies for longer contexts (arXiv:2407.21783 and its code).
-
-    Attributes:
-        factor: divisor of the low frequencies.
-        low_freq_factor: wavelengths above ``original_context / low_freq_factor`` tokens are stretched by ``factor``.
-        high_freq_factor: wavelengths below ``original_context / high_freq_factor`` tokens stay unchanged.
-        original_context: context length in tokens that the base model was trained with.
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-
-ROPE_SCALING_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_context",
-}
-"""Hugging Face's names in config.json of the numbers of ``RopeScaling``, mapped to our names."""
-
-
-_PRECISION = "frequencies"
-"""Key of ``model.rope_scaling`` beside Hugging Face's: ``float32`` is ``DecoderConfig.rope_float32``."""
-
-
-def parse_rope_scaling(text: str) -> tuple[RopeScaling | None, bool]:
-    """Parse ``model.rope_scaling``: ``none``, or JSON as ``rope_scaling_of`` takes it, perhaps with ``frequencies``.
-
-    Returns:
-        ``rope_scaling`` and ``rope_float32`` of ``DecoderConfig``.
-
-    Raises:
-        ValueError: the text is not valid; the message says why.
-    """
-    if text == "none":
-        return None, False
-    section = load_object(text.encode())
-    precision = section.get(_PRECISION, "float64")
-    if precision not in ("float32", "float64"):
-        raise ValueError(f"{_PRECISION} {json.dumps(precision)[:100]} is not supported, only float32 and float64 are")
-    return rope_scaling_of(section), precision == "float32"
-
-
-def rope_scaling_text(scaling: RopeScaling | None, *, is_float32: bool = False) -> str:
-    """The text that ``parse_rope_scaling`` parses to ``scaling`` and ``is_float32``."""
-    if scaling is None and not is_float32:
-        return "none"
-    numbers = {key: getattr(scaling, name) for key, name in ROPE_SCALING_KEYS.items()} if scaling else {}
-    section = {"rope_type": "llama3" if scaling else "default", **numbers}
-    if is_float32:
-        section[_PRECISION] = "float32"
-    return json.dumps(section)
-
-
-def rope_scaling_of(section: Mapping[str, Any]) -> RopeScaling | None:
-    """Parse ``rope_scaling`` of a config.json. None: frequencies are not stretched. Unknown keys are ignored.
-
-    Raises:
-        ValueError: the section is not valid; the message says why.
-    """
-    kind = section.get("rope_type", section.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"rope_type {json.dumps(kind)[:100]} is not supported, only llama3 and default are")
-    for key in ROPE_SCALING_KEYS:
-        number = section.get(key)
-        kinds = int if key.startswith("original") else int | float
-        if not isinstance(number, kinds) or isinstance(number, bool) or not 0 < number < 2**63:
-            said = f", not {json.dumps(number)[:100]}" if key in section else ""
-            noun = "whole number" if kinds is int else "number"
-            raise ValueError(f"rope_type llama3 needs {key}, a positive {noun}{said}")
-    scaling = RopeScaling(**{name: section[key] for key, name in ROPE_SCALING_KEYS.items()})
-    if scaling.factor < 1 or scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise ValueError("rope_type llama3 needs a factor of at least 1, and low_freq_factor below high_freq_factor")
-    return scaling
-
-
-def gqa(dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, head_norms: bool = False) -> Attention:
+def gqa(
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    rope: Rope | None,
+    qk_norm: Norm = "none",
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    window: int = 0,
+    scale: float | None = None,
+) -> Attention:
     """Weights of grouped-query attention (arXiv:2305.13245), built as in ``crius.models.layers``.
 
     Args:
@@ -103,34 +32,53 @@ def gqa(dim: int, num_heads: int, num_kv_heads: int, head_dim: int, *, head_norm
         num_heads: query heads.
         num_kv_heads: key/value heads.
         head_dim: width of a head.
-        head_norms: each head's queries and keys are normalised before they are rotated.
+        rope: as in ``Attention``.
+        qk_norm: as in ``Attention``.
+        qkv_bias: queries, keys and values have biases.
+        o_bias: the output layer has a bias.
+        window: as in ``Attention``.
+        scale: as in ``Attention``.
     """
     queries = num_heads * head_dim
     keys = num_kv_heads * head_dim
-    norms = (Weight("q_norm.weight", (head_dim,), "norm"), Weight("k_norm.weight", (head_dim,), "norm"))
+    weights = [
+        *_linear("wq", queries, dim, bias=qkv_bias),
+        *_linear("wk", keys, dim, bias=qkv_bias),
+        *_linear("wv", keys, dim, bias=qkv_bias),
+        *_linear("wo", dim, queries, bias=o_bias, to_residual=True),
+    ]
+    if qk_norm != "none":
+        is_whole = qk_norm == "all"
+        weights.append(Weight("q_norm.weight", (queries if is_whole else head_dim,), "norm"))
+        weights.append(Weight("k_norm.weight", (keys if is_whole else head_dim,), "norm"))
     return Attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         value_dim=head_dim,
-        rotary_dim=head_dim,
-        weights=(
-            Weight("wq.weight", (queries, dim), "linear"),
-            Weight("wk.weight", (keys, dim), "linear"),
-            Weight("wv.weight", (keys, dim), "linear"),
-            Weight("wo.weight", (dim, queries), "linear", to_residual=True),
-            *(norms if head_norms else ()),
-        ),
+        rope=rope,
+        window=window,
+        scale=scale,
+        qk_norm=qk_norm,
+        weights=tuple(weights),
     )
 
 
-def feed_forward(dim: int, width: int, *, gated: bool = True) -> FeedForward:
+def _linear(name: str, out_features: int, in_features: int, *, bias: bool, to_residual: bool = False) -> list[Weight]:
+    weight = Weight(f"{name}.weight", (out_features, in_features), "linear", to_residual=to_residual)
+    return [weight, Weight(f"{name}.bias", (out_features,), "bias")] if bias else [weight]
+
+
+def feed_forward(
+    dim: int, width: int, *, gated: bool = True, bias: bool = False, activation: Activation = "silu"
+) -> FeedForward:
     """Weights of a dense feed-forward, built as in ``crius.models.layers``; without a gate there is no ``w3``."""
-    gate = (Weight("w3.weight", (width, dim), "linear"),) if gated else ()
-    first = Weight("w1.weight", (width, dim), "linear")
-    return FeedForward(
-        width=width, gated=gated, weights=(first, Weight("w2.weight", (dim, width), "linear", to_residual=True), *gate)
-    )
+    weights = [
+        *_linear("w1", width, dim, bias=bias),
+        *_linear("w2", dim, width, bias=bias, to_residual=True),
+        *(_linear("w3", width, dim, bias=bias) if gated else ()),
+    ]
+    return FeedForward(width=width, gated=gated, activation=activation, weights=tuple(weights))
 
 
 def routed_feed_forward(
@@ -173,27 +121,62 @@ def routed_feed_forward(
     )
 
 
-def decoder_layer(dim: int, attention: Attention, feed_forward: FeedForward, buffers: tuple[Buffer, ...] = ()) -> Layer:
-    """Attention and feed-forward, each after a norm: the weights of ``crius.models.decoder.Block``, in its order.
+def decoder_layer(
+    dim: int,
+    attention: Attention,
+    feed_forward: FeedForward,
+    buffers: tuple[Buffer, ...] = (),
+    *,
+    norms: Placement = "pre",
+) -> Layer:
+    """The weights of ``crius.models.decoder.Block``, in its order.
 
-    The names of ``buffers`` are relative to the feed-forward.
+    Args:
+        dim: width of the residual stream.
+        attention: of the layer.
+        feed_forward: of the layer.
+        buffers: with names relative to the feed-forward.
+        norms: where the norms stand; see ``DecoderConfig``.
     """
+
+    def part(norm: str, place: str, weights: tuple[Weight, ...]) -> list[Weight]:
+        named = [weight.within(place) for weight in weights]
+        if norms != "post":
+            named.insert(0, Weight(f"{norm}_norm.weight", (dim,), "norm"))
+        if norms != "pre":
+            named.append(Weight(f"{norm}_post_norm.weight", (dim,), "norm"))
+        return named
+
     return Layer(
         attention=attention,
         feed_forward=feed_forward,
         weights=(
-            Weight("attention_norm.weight", (dim,), "norm"),
-            *(weight.within("attention") for weight in attention.weights),
-            Weight("ffn_norm.weight", (dim,), "norm"),
-            *(weight.within("feed_forward") for weight in feed_forward.weights),
+            *part("attention", "attention", attention.weights),
+            *part("ffn", "feed_forward", feed_forward.weights),
         ),
         buffers=tuple(buffer._replace(name=f"feed_forward.{buffer.name}") for buffer in buffers),
     )
 
 
+class LayerKind(NamedTuple):
+    """What may differ from layer to layer.
+
+    Attributes:
+        window: newest tokens that a token attends to, itself included; 0: all.
+        rope_theta: base of the rotary frequencies; 0: the model's.
+        stretched: the model's ``rope_scaling`` applies.
+        positions: the layer has rotary positions.
+    """
+
+    window: int = 0
+    rope_theta: float = 0.0
+    stretched: bool = True
+    positions: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of one decoder. A model whose layers have other weights overrides ``layer`` or ``layers``.
+    """Sizes and words of one decoder. A model whose layers have other weights overrides ``layer``.
 
     Attributes:
         dim: width of the residual stream.
@@ -210,6 +193,21 @@ class DecoderConfig:
         norm_eps: number added to the mean square in every norm.
         tied_embeddings: the output layer shares the embedding's weight.
         attention_mask: tokens that a token attends to: all earlier ones, or the earlier ones of its document.
+        pattern: kinds of the layers, repeated until every layer has one.
+        rotary_share: share of a head's dims, the leading ones, that rotary positions rotate.
+        qkv_bias: queries, keys and values have biases.
+        o_bias: the output layer of attention has a bias.
+        mlp_bias: the layers of the feed-forward have biases.
+        qk_norm: queries and keys are normalised before they are rotated: not, each head alone, or all heads together.
+        attention_scale: factor of the scores of attention; None: ``head_dim ** -0.5``.
+        norms: RMSNorms before attention and feed-forward (``pre``), after them and before the residual is added
+            (``post``), or ``both``.
+        norm_plus_one: norms multiply by 1 + weight.
+        activation: function of the feed-forward's gate: SiLU, or GELU, exact or by its tanh approximation.
+        embedding_multiplier: factor of the embeddings.
+        embedding_multiplier_rounded: this factor is rounded to the dtype of the embeddings, as Gemma has it.
+        residual_multiplier: factor of what a layer adds to the residual stream.
+        logits_divisor: divisor of the logits.
     """
 
     dim: int
@@ -220,34 +218,89 @@ class DecoderConfig:
     vocab_size: int
     head_dim: int = -1
     rope_theta: float = 500_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     rope_float32: bool = False
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
     attention_mask: Literal["causal", "document"] = "causal"
+    pattern: tuple[LayerKind, ...] = (LayerKind(),)
+    rotary_share: float = 1.0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Norm = "none"
+    attention_scale: float | None = None
+    norms: Placement = "pre"
+    norm_plus_one: bool = False
+    activation: Activation = "silu"
+    embedding_multiplier: float = 1.0
+    embedding_multiplier_rounded: bool = False
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.head_dim == -1:
             object.__setattr__(self, "head_dim", self.dim // max(1, self.num_heads))
 
     @property
-    def rotary_dim(self) -> int:
-        """Leading dims of a head that rotary positions rotate."""
-        return self.head_dim
-
-    @property
     def ties(self) -> dict[str, str]:
         """Tied parameters: the name of each, and the name of the parameter whose tensor it shares."""
         return {"output.weight": "tok_embeddings.weight"} if self.tied_embeddings else {}
 
-    def layer(self) -> Layer:
-        """The description of one layer, where all layers are alike."""
-        attention = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim)
-        return decoder_layer(self.dim, attention, feed_forward(self.dim, self.ffn_dim))
+    def attention_of(self, index: int) -> Attention:
+        """The attention of layer ``index``."""
+        kind = self.pattern[index % len(self.pattern)]
+        rope = Rope(
+            theta=kind.rope_theta or self.rope_theta,
+            dim=int(self.head_dim * self.rotary_share),
+            scaling=self.rope_scaling if kind.stretched else None,
+            is_float32=self.rope_float32,
+        )
+        return gqa(
+            self.dim,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            rope=rope if kind.positions else None,
+            qk_norm=self.qk_norm,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_bias,
+            window=kind.window,
+            scale=self.attention_scale,
+        )
+
+    def layer(self, index: int) -> Layer:
+        """The description of layer ``index``."""
+        wide = feed_forward(self.dim, self.ffn_dim, bias=self.mlp_bias, activation=self.activation)
+        return decoder_layer(self.dim, self.attention_of(index), wide, norms=self.norms)
+
+    @cached_property
+    def every_layer(self) -> tuple[Layer, ...]:
+        """The descriptions of all layers, in order."""
+        return tuple(self.layer(index) for index in range(self.num_layers))
 
     def layers(self) -> tuple[tuple[int, Layer], ...]:
         """All layers in order, as pairs of count and description; equal neighbours are one pair."""
-        return ((self.num_layers, self.layer()),)
+        return tuple((len(list(equal)), layer) for layer, equal in itertools.groupby(self.every_layer))
+
+
+WORDS = (
+    "pattern",
+    "rotary_share",
+    "qkv_bias",
+    "o_bias",
+    "mlp_bias",
+    "qk_norm",
+    "attention_scale",
+    "norms",
+    "norm_plus_one",
+    "activation",
+    "embedding_multiplier",
+    "embedding_multiplier_rounded",
+    "residual_multiplier",
+    "logits_divisor",
+)
+"""Fields of ``DecoderConfig`` that are no sizes: what its layers compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,9 +335,10 @@ class RoutedConfig(DecoderConfig):
     num_groups: int = 1
     top_groups: int = 1
 
-    def layers(self) -> tuple[tuple[int, Layer], ...]:
-        """The dense layers, then the layers with experts."""
-        dense = self.layer()
+    def layer(self, index: int) -> Layer:
+        """A dense layer, or a layer with experts."""
+        if index < self.num_dense_layers:
+            return super().layer(index)
         experts = routed_feed_forward(
             self.dim,
             num_experts=self.num_experts,
@@ -294,10 +348,7 @@ class RoutedConfig(DecoderConfig):
         )
         bias = (Buffer("router.bias", (self.num_experts,)),) if self.router_bias else ()
         load = Buffer("load", (self.num_experts + 1,), "int64", persistent=False)
-        routed = decoder_layer(self.dim, dense.attention, experts, (*bias, load))
-        num_dense = min(self.num_dense_layers, self.num_layers)
-        runs = ((num_dense, dense), (self.num_layers - num_dense, routed))
-        return tuple((count, layer) for count, layer in runs if count)
+        return decoder_layer(self.dim, self.attention_of(index), experts, (*bias, load), norms=self.norms)
 
 
 Config = TypeVar("Config", bound=DecoderConfig)
@@ -306,14 +357,17 @@ Config = TypeVar("Config", bound=DecoderConfig)
 def resized(config: Config, **sizes: Any) -> Config:
     """``config`` with other sizes. A size that depends on a changed size, and is not given, is adapted.
 
-    ``head_dim`` stays ``dim / num_heads`` where it was. Hidden widths keep their ratio to ``dim``. ``num_kv_heads``
-    keeps its ratio to ``num_heads``; where the new number of heads is not divisible, it becomes ``num_heads``.
+    ``head_dim`` stays ``dim / num_heads`` where it was, and ``embedding_multiplier`` the root of ``dim``. Hidden widths
+    keep their ratio to ``dim``. ``num_kv_heads`` keeps its ratio to ``num_heads``; where the new number of heads is not
+    divisible, it becomes ``num_heads``.
     """
     changed = dict(sizes)
     dim = sizes.get("dim", config.dim)
     heads = sizes.get("num_heads", config.num_heads)
     if "head_dim" not in sizes and config.head_dim * config.num_heads == config.dim:
         changed["head_dim"] = -1
+    if "embedding_multiplier" not in sizes and config.embedding_multiplier == config.dim**0.5:
+        changed["embedding_multiplier"] = dim**0.5
     for name in ("ffn_dim", "expert_ffn_dim", "shared_ffn_dim") if dim != config.dim else ():
         if name not in sizes and (width := getattr(config, name, 0)):
             changed[name] = -(-width * dim // (config.dim * FFN_UNIT)) * FFN_UNIT

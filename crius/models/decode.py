@@ -26,11 +26,18 @@ _FIX = "use crius.models.layers.CausalAttention and its mask in the block: docs/
 
 
 class CachedAttention(nn.Module):
-    """Attention of new tokens to themselves and to all earlier tokens. It keeps the keys and values of all of them."""
+    """Attention of new tokens to themselves and to earlier tokens. It keeps the keys and values that later ones need.
 
-    def __init__(self, cache: "Cache") -> None:
+    Args:
+        cache: tokens that were read.
+        like: the attention that this replaces. With a window, the keys and values of as many tokens are kept.
+    """
+
+    def __init__(self, cache: "Cache", like: CausalAttention) -> None:
         super().__init__()
         self.cache = cache
+        self.scale = like.scale
+        self.window = like.window
         self.kept: tuple[Tensor, Tensor] | None = None
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
@@ -45,6 +52,8 @@ class CachedAttention(nn.Module):
                 why="it does not cover the tokens whose keys and values are kept",
                 fix=_FIX,
             )
+        if self.window:
+            return self._in_window(q_BTNH, k_BTKH, v_BTKH)
         if self.kept is None:  # the input has as many heads as this rank holds
             slots = self.cache.capacity
             self.kept = (
@@ -56,13 +65,27 @@ class CachedAttention(nn.Module):
         end = self.cache.length + k_BTKH.shape[1]
         keys[:, begin:end] = k_BTKH
         values[:, begin:end] = v_BTKH
-        return cached_attention(q_BTNH, keys[:, :end], values[:, :end], self.cache.mask)
+        return cached_attention(q_BTNH, keys[:, :end], values[:, :end], self.cache.mask_of(end), self.scale)
+
+    def _in_window(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
+        if self.kept is None:
+            keys = k_BTKH
+            values = v_BTKH
+        else:
+            keys = torch.cat((self.kept[0], k_BTKH), dim=1)
+            values = torch.cat((self.kept[1], v_BTKH), dim=1)
+        mask = self.cache.mask_of(keys.shape[1], self.window)
+        y_BTNH = cached_attention(q_BTNH, keys, values, mask, self.scale)
+        stop = keys.shape[1] - self.cache.padding
+        first = max(0, stop - self.window + 1)
+        self.kept = (keys[:, first:stop], values[:, first:stop])
+        return y_BTNH
 
 
 class _NoMask(nn.Module):
     """Replaces ``DocumentMask``: a sequence that is continued is one document."""
 
-    def forward(self, *_: Tensor | None) -> None:
+    def forward(self, *_: Tensor | int | None) -> None:
         """No mask."""
 
 
@@ -79,13 +102,18 @@ class Cache:
 
     Attributes:
         length: number of filled slots.
-        mask: attention mask of the tokens that are being read, as ``cached_attention`` takes it.
+        padding: number of tokens that are read only to fill a unit.
+        own_mask: function from a window to the mask of all tokens, for a first and only read of sequences that share
+            tokens; None: each row is one sequence.
     """
 
     def __init__(self, model: Decoder, capacity: int, first_B: Tensor | None = None, unit: int = 1) -> None:
         self.capacity = -(-capacity // unit) * unit + unit
         self.length = 0
-        self.mask: Tensor | None = None
+        self.padding = 0
+        self.own_mask: Callable[[int], Tensor] | None = None
+        self._slots_T = torch.arange(0)
+        self._masks: dict[tuple[int, int], Tensor | None] = {}
         self._model = model
         self._first_B = first_B
         self._unit = unit
@@ -102,7 +130,9 @@ class Cache:
         positions_BT = slots_T[None]
         if self._first_B is not None:
             positions_BT = (positions_BT - self._first_B[:, None]).clamp(min=0)
-        self.mask = self._mask(slots_T)
+        self.padding = read_BT.shape[1] - count
+        self._slots_T = slots_T
+        self._masks = {}
         hidden_BTD = self._model.hidden(read_BT, positions_BT)
         if self.length == 0:
             self._check()
@@ -119,13 +149,27 @@ class Cache:
                     fix=_FIX,
                 )
 
-    def _mask(self, slots_T: Tensor) -> Tensor | None:
+    def mask_of(self, num_keys: int, window: int = 0) -> Tensor | None:
+        """Mask of the tokens that are being read and the newest ``num_keys`` slots, as ``cached_attention`` takes it.
+
+        Args:
+            num_keys: number of slots, those of the tokens that are being read included.
+            window: newest tokens that a token attends to, itself included; 0: all.
+        """
+        if (num_keys, window) not in self._masks:
+            own = self.own_mask
+            self._masks[num_keys, window] = own(window) if own else self._mask(num_keys, window or num_keys)
+        return self._masks[num_keys, window]
+
+    def _mask(self, num_keys: int, window: int) -> Tensor | None:
         first_B = self._first_B
-        is_one = len(slots_T) == 1
-        if first_B is None and (is_one or self.length == 0):
+        slots_T = self._slots_T
+        is_plain = len(slots_T) in (1, num_keys) and num_keys <= window
+        if first_B is None and is_plain:
             return None
-        places_S = torch.arange(self.length + len(slots_T), device=slots_T.device)
-        sees_BTS = (places_S <= slots_T[:, None])[None]
+        end = self.length + len(slots_T)
+        places_S = torch.arange(end - num_keys, end, device=slots_T.device)
+        sees_BTS = ((places_S <= slots_T[:, None]) & (places_S > slots_T[:, None] - window))[None]
         if first_B is not None:  # padding sees itself: a softmax over no key would be NaN
             sees_BTS = sees_BTS & (places_S >= first_B[:, None, None]) | (places_S == slots_T[:, None])
         return sees_BTS[:, None]
@@ -163,7 +207,11 @@ def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: i
             why="it is replaced by a module that keeps keys and values",
             fix=_FIX,
         )
-    replacements: dict[str, nn.Module] = {name: CachedAttention(cache) for name in names}
+    replacements: dict[str, nn.Module] = {}
+    for name in names:
+        replaced = model.get_submodule(name)
+        assert isinstance(replaced, CausalAttention)
+        replacements[name] = CachedAttention(cache, replaced)
     replacements |= {name: _NoMask() for name in replaceable(model, DocumentMask, _FIX)}
     before = {name: model.get_submodule(name) for name in replacements}
     try:

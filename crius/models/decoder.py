@@ -6,11 +6,12 @@ Parallelism, checkpoints and the planner rely on these rules. ``check_decoder`` 
   forward. A model supplies only the block of ``layers``. ``layers`` is a dict by number, so that a pipeline stage,
   which holds some layers, keeps their names. A child that belongs to another stage is an ``nn.Identity``: the forward
   takes token ids where the stage has the embedding, else the hidden state ``(B, T, D)``.
-- A block is built as ``Block(config, index)``. It is called with the hidden state, cos and sin of the rotary angles,
-  and the mask, and returns ``(B, T, D)``. It sees one device. It takes the number of heads from its input tensors,
-  since tensor parallelism gives each rank only some of the heads.
-- Parameters match the description in name, shape and order. Linear layers are ``crius.models.layers.Linear``, without a
-  bias. Every parameter is in exactly one FSDP unit and, where a plan has tensor-parallel rows, in one such row.
+- A block is built as ``Block(config, index)``. It is called with the hidden state, cos and sin of the rotary angles
+  (None for a layer without positions), and the mask, the last two as its kind of attention has them. It returns
+  ``(B, T, D)``. It sees one device. It takes the number of heads from its input tensors, since tensor parallelism gives
+  each rank only some of the heads.
+- Parameters match the description in name, shape and order. Linear layers are ``crius.models.layers.Linear``. Every
+  parameter is in exactly one FSDP unit and, where a plan has tensor-parallel rows, in one such row.
 - ``ties`` names the tied parameters. A stage that holds only one module of a tied pair has a copy of the weight, and
   ``crius.parallel.pipeline`` keeps the two copies equal.
 - Buffers match the description in name, shape and dtype. Every rank that has the layer has the whole buffer. No block
@@ -28,16 +29,15 @@ B batch, T tokens, D model dim, H head dim, V vocabulary
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crius.errors import PlanError
-from crius.kernels.attention import Mask
-from crius.models.config import DecoderConfig
-from crius.models.description import ModelDescription
+from crius.kernels.attention import Mask, ends_of_rows
+from crius.models.config import DecoderConfig, RoutedConfig
+from crius.models.description import Layer, ModelDescription
 from crius.models.layers import (
     Attention,
     DocumentMask,
@@ -46,37 +46,65 @@ from crius.models.layers import (
     Loss,
     Output,
     RMSNorm,
-    float32_frequencies,
     rotary_cos_sin,
     rotary_frequencies,
-    stretched_frequencies,
 )
+from crius.models.moe import MixtureOfExperts
+from crius.models.rope import Rope, YarnScaling
 from crius.named import is_persistent
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and feed-forward, each after an RMSNorm and with a residual connection."""
+    """One decoder layer: attention and feed-forward or experts, with norms and residual connections, as described.
+
+    Args:
+        config: sizes of the decoder.
+        index: number of the layer.
+    """
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = self.build_attention(config)
-        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = self.build_feed_forward(config, index)
+        layer = config.every_layer[index]
+        self.residual_multiplier = config.residual_multiplier
 
-    def build_attention(self, config: DecoderConfig) -> nn.Module:
+        def norm() -> RMSNorm:
+            return RMSNorm(config.dim, config.norm_eps, plus_one=config.norm_plus_one)
+
+        self.attention_norm = norm() if config.norms != "post" else None
+        self.attention = self.build_attention(config, layer)
+        self.attention_post_norm = norm() if config.norms != "pre" else None
+        self.ffn_norm = norm() if config.norms != "post" else None
+        self.feed_forward = self.build_feed_forward(config, layer)
+        self.ffn_post_norm = norm() if config.norms != "pre" else None
+
+    def build_attention(self, config: DecoderConfig, layer: Layer) -> nn.Module:
         """The attention; a model whose attention differs overrides this."""
-        return Attention(config.dim, config.num_heads, config.num_kv_heads, config.head_dim)
+        return Attention(config, layer.attention)
 
-    def build_feed_forward(self, config: DecoderConfig, index: int) -> nn.Module:
-        """The feed-forward of layer ``index``; a model whose feed-forward differs overrides this."""
-        return FeedForward(config.dim, config.ffn_dim)
+    def build_feed_forward(self, config: DecoderConfig, layer: Layer) -> nn.Module:
+        """The feed-forward; a model whose feed-forward differs overrides this."""
+        wide = layer.feed_forward
+        if wide.num_experts:
+            assert isinstance(config, RoutedConfig)
+            return MixtureOfExperts(config)
+        biased = any(weight.kind == "bias" for weight in wide.weights)
+        return FeedForward(config.dim, wide.width, bias=biased, activation=wide.activation)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
-        """``(B, T, D)`` to ``(B, T, D)``."""
-        h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
-        y: Tensor = h_BTD + self.feed_forward(self.ffn_norm(h_BTD))
-        return y
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Output, ``(B, T, D)``; a layer with experts also returns its counts."""
+        normed = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
+        h_BTD = x_BTD + self._added(self.attention(normed, rope, mask), self.attention_post_norm)
+        fed = self.feed_forward(h_BTD if self.ffn_norm is None else self.ffn_norm(h_BTD))
+        if isinstance(fed, tuple):
+            return h_BTD + self._added(fed[0], self.ffn_post_norm), fed[1]
+        return h_BTD + self._added(fed, self.ffn_post_norm)
+
+    def _added(self, y_BTD: Tensor, norm: RMSNorm | None) -> Tensor:
+        """What is added to the residual stream."""
+        y_BTD = y_BTD if norm is None else norm(y_BTD)
+        return y_BTD if self.residual_multiplier == 1.0 else y_BTD * self.residual_multiplier
 
 
 def counted(block: nn.Module, result: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -104,14 +132,14 @@ class Decoder(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): block(config, i) for i in range(config.num_layers)})
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps, plus_one=config.norm_plus_one)
         self.output = Output(config.dim, config.vocab_size, bias=False)
         self.loss = Loss()
         self.ties = config.ties
-        self._frequencies: dict[torch.device, Tensor] = {}
+        self._frequencies: dict[tuple[Rope, torch.device], Tensor] = {}
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        if config.attention_mask == "document":
+        if config.attention_mask == "document" or any(layer.attention.window for layer in config.every_layer):
             self.document_mask = DocumentMask()
 
     def forward(
@@ -138,25 +166,45 @@ class Decoder(nn.Module):
         """Input of the output layer, ``(B, T, D)``; arguments as in ``forward``."""
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        mask = self.document_mask(positions_BT, ends_BM) if self.config.attention_mask == "document" else None
-        rope = rotary_cos_sin(positions_BT, self.frequencies(positions_BT.device))
-        h_BTD = self.tok_embeddings(tokens_BT)
-        for layer in self.layers.values():
-            h_BTD = counted(layer, layer(h_BTD, rope, mask))
+        h_BTD = self._embedded(tokens_BT)
+        ropes: dict[Rope | None, tuple[Tensor, Tensor] | None] = {None: None}
+        masks: dict[int, Mask | None] = {}
+        if self.config.attention_mask == "causal":
+            masks[0] = None
+            ends_BM = ends_of_rows(h_BTD.shape[0], h_BTD.shape[1], h_BTD.device)
+        for index, layer in self.layers.items():
+            kind = self.config.every_layer[int(index)].attention
+            if kind.window not in masks:
+                masks[kind.window] = self.document_mask(positions_BT, ends_BM, kind.window)
+            if kind.rope is not None and kind.rope not in ropes:
+                ropes[kind.rope] = self._cos_sin(positions_BT, kind.rope)
+            h_BTD = counted(layer, layer(h_BTD, ropes[kind.rope], masks[kind.window]))
         y: Tensor = self.norm(h_BTD)
-        return y
+        divides = self.config.logits_divisor != 1.0 and not isinstance(self.norm, nn.Identity)
+        return y / self.config.logits_divisor if divides else y
 
-    def frequencies(self, device: torch.device) -> Tensor:
-        """Rotary frequencies in radians per token, ``(H / 2,)``, float64; float32 if the config says so."""
+    def _embedded(self, tokens_BT: Tensor) -> Tensor:
+        """The embeddings ``(B, T, D)``; on a later pipeline stage the input, which is the hidden state."""
         config = self.config
-        scaling = config.rope_scaling
-        if config.rope_float32:
-            if device not in self._frequencies:  # kept, since a copy to a GPU would wait for it in every step
-                made = float32_frequencies(config.rotary_dim, config.rope_theta, scaling)
-                self._frequencies[device] = made.to(device)
-            return self._frequencies[device]
-        plain = rotary_frequencies(config.rotary_dim, config.rope_theta, device)
-        return stretched_frequencies(plain, **asdict(scaling)) if scaling else plain
+        x_BTD: Tensor = self.tok_embeddings(tokens_BT)
+        if config.embedding_multiplier == 1.0 or isinstance(self.tok_embeddings, nn.Identity):
+            return x_BTD
+        multiplier = config.embedding_multiplier
+        if config.embedding_multiplier_rounded:
+            multiplier = torch.tensor(multiplier, dtype=x_BTD.dtype, device="cpu").item()
+        return x_BTD * multiplier
+
+    def _cos_sin(self, positions_BT: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        device = positions_BT.device
+        kept = (rope, device)
+        if kept in self._frequencies:
+            frequencies = self._frequencies[kept]
+        else:
+            frequencies = rotary_frequencies(rope, device).to(device)
+            if rope.is_float32:  # kept, since a copy to a GPU would wait for it in every step
+                self._frequencies[kept] = frequencies
+        magnitude = rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1.0
+        return rotary_cos_sin(positions_BT, frequencies, magnitude)
 
 
 def check_decoder(decoder: nn.Module, model: ModelDescription) -> None:
@@ -210,8 +258,6 @@ def _broken_rules(decoder: nn.Module) -> Iterator[str]:
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Linear) and type(module) not in (Linear, Output):
             yield f"{name} is a {type(module).__name__}, not crius.models.layers.Linear, the class that kernels replace"
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            yield f"{name} has a bias, which kernels and tensor-parallel styles do not add"
         if isinstance(module, nn.modules.dropout._DropoutNd):
             yield f"{name} is a dropout, whose random numbers would depend on the layout"
     for name, buffer in decoder.named_buffers():

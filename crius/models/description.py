@@ -12,8 +12,16 @@ from typing import Any, Literal, NamedTuple
 
 from crius.models.adapted import Adapted
 from crius.models.plan import ShardingPlan
+from crius.models.rope import Rope
 
 Kind = Literal["embedding", "norm", "linear", "router", "expert", "output", "bias", "adapter"]
+
+Norm = Literal["none", "head", "all"]
+"""How queries and keys are normalised: not, each head alone, or all heads together."""
+Placement = Literal["pre", "post", "both"]
+"""Whether norms stand before attention and feed-forward, after them, or both."""
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""Function of a feed-forward's gate."""
 
 MATMULS = ("linear", "router", "expert", "output")
 """Kinds of weights that take part in a matmul with each token."""
@@ -85,7 +93,10 @@ class Attention:
         num_kv_heads: key/value heads.
         head_dim: width of a query and a key.
         value_dim: width of a value.
-        rotary_dim: leading dims of a head that rotary positions rotate.
+        rope: rotary positions; None: the layer has none.
+        window: newest tokens that a token attends to, itself included; 0: all.
+        scale: factor of the scores; None: ``head_dim ** -0.5``.
+        qk_norm: how queries and keys are normalised.
         weights: weights of the attention module, in its order, with names relative to it.
     """
 
@@ -93,13 +104,21 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    rotary_dim: int
+    rope: Rope | None
+    window: int = 0
+    scale: float | None = None
+    qk_norm: Norm = "none"
     weights: tuple[Weight, ...]
 
     @property
-    def has_head_norms(self) -> bool:
-        """Whether queries and keys are normalised, each head alone."""
-        return any(weight.kind == "norm" and weight.shape == (self.head_dim,) for weight in self.weights)
+    def rotary_dim(self) -> int:
+        """Leading dims of a head that rotary positions rotate."""
+        return self.rope.dim if self.rope else 0
+
+    def mean_context(self, seq_len: int) -> float:
+        """Mean number of tokens that a token of a sequence of ``seq_len`` tokens attends to."""
+        window = min(self.window or seq_len, seq_len)
+        return window - window * (window - 1) / (2 * seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +127,8 @@ class FeedForward:
 
     Attributes:
         width: hidden width for every token, of a dense layer or of all shared experts together.
-        gated: with a gate (SwiGLU): three matrices; without: two.
+        gated: with a gate: three matrices; without: two.
+        activation: function of the gate.
         num_experts: routed experts; 0: the layer is dense.
         top_k: routed experts that a token visits.
         expert_width: hidden width of one routed expert.
@@ -117,6 +137,7 @@ class FeedForward:
 
     width: int
     gated: bool = True
+    activation: Activation = "silu"
     num_experts: int = 0
     top_k: int = 0
     expert_width: int = 0
@@ -154,11 +175,11 @@ class Layer:
         """Active parameters that take part in a matmul with each token."""
         return sum(self._active(weight) for weight in self.weights if weight.kind in MATMULS)
 
-    def flops_per_token(self, mean_visible_context: float) -> float:
+    def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of forward and backward (PaLM, arXiv:2204.02311, appendix B, with causal attention)."""
         attention = self.attention
         width = attention.num_heads * (attention.head_dim + attention.value_dim)
-        return 6 * self.matmul_parameters + 6 * width * mean_visible_context
+        return 6 * self.matmul_parameters + 6 * width * attention.mean_context(seq_len)
 
     def _active(self, weight: Weight) -> int:
         if not weight.is_routed:
@@ -251,8 +272,13 @@ class ModelDescription:
 
     @property
     def attention(self) -> Attention:
-        """Widths of attention, which are the same in all layers."""
+        """Attention of the first layer. Its widths are those of all layers, its window and positions may not be."""
         return self.layers[0][1].attention
+
+    @property
+    def windows(self) -> list[int]:
+        """The windows of its layers, without repetitions; 0 is no window."""
+        return sorted({layer.attention.window for _, layer in self.layers})
 
     @property
     def num_experts(self) -> int:
@@ -356,13 +382,13 @@ class ModelDescription:
         """Parameters in matmuls with each token: the output layer counts, the embedding lookup does not."""
         return sum(n * layer.matmul_parameters for n, layer in self.layers) + self.vocab_size * self.dim
 
-    def flops_per_token(self, mean_visible_context: float) -> float:
+    def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs per token of forward and backward, without recompute: 6 per weight, 4 per frozen weight.
 
         Args:
-            mean_visible_context: mean number of tokens that a token attends to; ``(T + 1) / 2`` for causal attention.
+            seq_len: tokens of a sequence, each of which attends to itself and all earlier tokens in its window.
         """
-        layers = sum(n * layer.flops_per_token(mean_visible_context) for n, layer in self.layers)
+        layers = sum(n * layer.flops_per_token(seq_len) for n, layer in self.layers)
         frozen = 2 * self.matmul_parameters - 6 * self.num_trained if self.adapted else 0
         return layers + 6 * self.vocab_size * self.dim - frozen
 
@@ -379,11 +405,11 @@ class ModelDescription:
         }
         return shapes | {"output": (self.vocab_size, self.dim)}  # type: ignore[return-value]
 
-    def modules(self, mean_visible_context: float, *, is_cut: bool = False) -> list[ModuleFacts]:
+    def modules(self, seq_len: int, *, is_cut: bool = False) -> list[ModuleFacts]:
         """The modules that a pipeline can be cut between, in forward order, with parameters and FLOPs.
 
         Args:
-            mean_visible_context: mean number of tokens that a token attends to.
+            seq_len: tokens of a sequence.
             is_cut: whether the run has a pipeline.
         """
         is_shared = self.tied_embeddings and not is_cut
@@ -392,7 +418,7 @@ class ModelDescription:
         return [
             ModuleFacts("tok_embeddings", vocabulary, 0),
             *(
-                ModuleFacts(f"layers.{index}", layer.num_parameters, layer.flops_per_token(mean_visible_context))
+                ModuleFacts(f"layers.{index}", layer.num_parameters, layer.flops_per_token(seq_len))
                 for index, layer in enumerate(layers)
             ),
             ModuleFacts("norm", self.dim, 0),

@@ -4,13 +4,15 @@ import json
 import re
 import shlex
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from crius.errors import ConfigError
-from crius.models.config import parse_rope_scaling, rope_scaling_of, rope_scaling_text
+from crius.models.config import WORDS, DecoderConfig, LayerKind
+from crius.models.rope import parse_rope_scaling, rope_scaling_of, rope_scaling_text, scaling_section
+from crius.models.words import parse_words, shortest, words_text
 from crius.strict_json import load_object
 
 _LARGEST_FILE = 1 << 20
@@ -27,6 +29,7 @@ class Size(NamedTuple):
         kind: type that the value must have.
         has_default: transformers has a default for a file without this key.
         other: name of the key in other versions of transformers; both names are read.
+        power: our value is the file's to this power.
     """
 
     key: str
@@ -34,6 +37,62 @@ class Size(NamedTuple):
     kind: type = int
     has_default: bool = False
     other: str = ""
+    power: float = 1.0
+
+    def told(self, value: Any) -> Any:
+        """The file's value for ours."""
+        if self.power == 1.0:
+            return value
+        number = float(f"{value ** (1 / self.power):.12g}")
+        return int(number) if number.is_integer() else number
+
+
+class Kinds(NamedTuple):
+    """How a config.json says which layers have a window, and which have positions.
+
+    Attributes:
+        windows: no layer has a window, all have one, or those that ``layer_types`` lists.
+        window: the window of a file without ``sliding_window``; 0: none.
+        full_every: where ``layer_types`` is missing, each layer whose number is a multiple of this has no window.
+        period: key of a file's own ``full_every``.
+        local_theta: base of the rotary frequencies of layers with a window, which are not stretched; 0: as in others.
+        local_key: key of a file's own ``local_theta``.
+        no_positions_every: where ``no_rope_layers`` is missing, each layer whose number is a multiple of this has no
+            positions; 0: all layers have positions.
+    """
+
+    windows: Literal["none", "all", "listed"] = "none"
+    window: int = 0
+    full_every: int = 0
+    period: str = ""
+    local_theta: float = 0.0
+    local_key: str = ""
+    no_positions_every: int = 0
+
+
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+"""Names of a plain decoder in transformers; a bias has the name of its weight, with ``bias`` at the end."""
+
+ATTENTION_BIAS = (
+    Size("attention_bias", "qkv_bias", bool, True),
+    Size("attention_bias", "o_bias", bool, True),
+)
+MLP_BIAS = Size("mlp_bias", "mlp_bias", bool, True)
 
 
 _SIZES = (
@@ -57,6 +116,10 @@ _COMPUTES: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1, None),
 }
+_FULL = "full_attention"
+_WINDOW = "sliding_attention"
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
 _OF_ROPE = ("partial_rotary_factor",)  # not written: transformers moves it into rope_parameters
 _ROW = "#"
 
@@ -70,9 +133,13 @@ class HuggingFace:
         architecture: name of its class.
         names: our parameter name patterns, mapped to Hugging Face's. ``*`` is the layer number. ``#`` in Hugging Face's
             name is the row of dim 0 of our parameter: Hugging Face stores each row, such as one expert, as a tensor.
-        sizes: numbers of its config.json that only some models have.
+            A bias needs no name of its own.
+        sizes: numbers and words of its config.json that only some models have.
+        kinds: how its config.json says what differs from layer to layer.
+        config: class of the model's config, whose defaults need not be said.
         computes: more keys of its config.json that change the computation, with the values for which we compute the
-            same. We write the first value. None in the values: transformers behaves so without the key.
+            same. We write the first value. None in the values: transformers behaves so without the key. No values:
+            transformers does not read the key.
         defaults: our fields that a config.json may omit, with the defaults of the transformers class. Without an entry
             here, ``num_kv_heads`` is ``num_heads`` and ``head_dim`` is ``dim / num_heads``.
     """
@@ -81,6 +148,8 @@ class HuggingFace:
     architecture: str
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: tuple[Size, ...] = ()
+    kinds: Kinds = Kinds()
+    config: type[DecoderConfig] = DecoderConfig
     computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,13 +158,21 @@ class HuggingFace:
         """Whether Hugging Face stores the rows of some parameter of ours as separate tensors."""
         return any(_ROW in theirs for theirs in self.names.values())
 
+    @property
+    def must_compute(self) -> dict[str, tuple[Any, ...]]:
+        """Keys that change the computation and are not read, with the values for which we compute the same."""
+        read = {size.key for size in self.sizes}
+        return {key: same for key, same in {**_COMPUTES, **self.computes}.items() if same and key not in read}
+
     def translated(self, name: str) -> str:
         """Hugging Face's name of our parameter ``name``; with ``#`` for the row, see ``rows_of``."""
         number = re.search(r"\.(\d+)\.", name)
-        if number is None:
-            return self.names[name]
-        pattern = f"{name[: number.start()]}.*.{name[number.end() :]}"
-        return self.names[pattern].replace("*", number[1])
+        pattern = name if number is None else f"{name[: number.start()]}.*.{name[number.end() :]}"
+        if pattern not in self.names and pattern.endswith(".bias"):
+            theirs = self.names[pattern.removesuffix("bias") + "weight"].removesuffix("weight") + "bias"
+        else:
+            theirs = self.names[pattern]
+        return theirs.replace("*", number[1]) if number else theirs
 
 
 def rows_of(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -167,10 +244,10 @@ def with_changes(content: Mapping[str, Any], before: Mapping[str, Any], now: Map
         now: of the model that it shall describe.
     """
     changed = {key: value for key, value in now.items() if before[key] != value}
-    if not changed.keys() & {"rope_theta", "rope_scaling"}:
+    if not changed.keys() & _ROPE_KEYS:
         return {**content, **changed}
-    both = {key: now[key] for key in ("rope_theta", "rope_scaling")}
-    return {key: value for key, value in content.items() if key != "rope_parameters"} | changed | both  # it has both
+    rope = {key: value for key, value in now.items() if key in _ROPE_KEYS}
+    return {key: value for key, value in content.items() if key not in _ROPE_KEYS} | changed | rope
 
 
 def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,16 +259,40 @@ def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
         family: Hugging Face's names of the model.
         model: settings of ``[model]``, including all sizes.
     """
-    sizes = {size.key: model[size.field] for size in (*_SIZES, *family.sizes)}
-    computes = {**_COMPUTES, **family.computes}
+    words = {name: getattr(family.config, name) for name in WORDS} | parse_words(model.get("words") or "{}")
+    fields = {**words, **model}
+    sizes = {size.key: size.told(fields[size.field]) for size in (*_SIZES, *family.sizes)}
     scaling, _ = parse_rope_scaling(model["rope_scaling"])
+    computes = {key: same[0] for key, same in family.must_compute.items() if key not in _OF_ROPE}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **sizes,
-        "rope_scaling": load_object(rope_scaling_text(scaling).encode()) if scaling else None,
-        **{key: same[0] for key, same in computes.items() if key not in _OF_ROPE},
+        "rope_scaling": scaling_section(scaling) if scaling else None,
+        **computes,
+        **_kinds_told(family.kinds, words["pattern"], model, scaling),
     }
+
+
+def _kinds_told(kinds: Kinds, pattern: Sequence[LayerKind], model: Mapping[str, Any], scaling: Any) -> dict[str, Any]:
+    """Keys of a config.json that say what differs from layer to layer."""
+    layers = [pattern[index % len(pattern)] for index in range(model["num_layers"])]
+    windows = {layer.window for layer in layers if layer.window}
+    told: dict[str, Any] = {}
+    if kinds.windows != "none":
+        told["sliding_window"] = max(windows, default=None)
+    if kinds.windows == "listed":
+        told["layer_types"] = [_WINDOW if layer.window else _FULL for layer in layers]
+    if kinds.no_positions_every:
+        told["no_rope_layers"] = [int(layer.positions) for layer in layers]
+    if kinds.local_theta:
+        local = next((layer.rope_theta for layer in layers if layer.window), kinds.local_theta)
+        told["rope_scaling"] = None
+        told["rope_parameters"] = {
+            _FULL: {**scaling_section(scaling), "rope_theta": model["rope_theta"]},
+            _WINDOW: {"rope_type": "default", "rope_theta": local or model["rope_theta"]},
+        }
+    return told
 
 
 def _any_of(names: Iterable[str]) -> str:
@@ -238,15 +339,16 @@ def _differences(content: Mapping[str, Any], family: HuggingFace) -> Iterator[st
     of_base_model = family.architecture.replace("ForCausalLM", "Model")
     if architectures not in ([family.architecture], [of_base_model]):
         yield f"architectures is {_shown(architectures)}; only {_shown([family.architecture])} is supported"
-    for key, same in {**_COMPUTES, **family.computes}.items():
+    for key, same in family.must_compute.items():
         value = content.get(key)
         if value not in same and key in content:
             yield f"{key} {_shown(value)} is not supported, only {json.dumps(same[0])} is"
         elif value not in same:
             yield f"it has no {key}; only {key} {json.dumps(same[0])} is supported, and transformers' default differs"
     layers = content.get("layer_types")
-    if layers is not None and layers != ["full_attention"] * _length(content.get("num_hidden_layers")):
-        yield f"layer_types {_shown(layers)} is not supported, only full_attention in every layer is"
+    full = [_FULL] * _length(content.get("num_hidden_layers"))
+    if family.kinds.windows != "listed" and layers is not None and layers != full:
+        yield f"layer_types {_shown(layers)} is not supported, only {_FULL} in every layer is"
 
 
 def _length(value: object) -> int:
@@ -263,17 +365,12 @@ def _take(
     content: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any], *, is_float32: bool
 ) -> Iterator[str]:
     """Put the sizes of a file into ``settings``. Yields a message for each wrong value."""
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}  # in the order of transformers
-    if not isinstance(rope, dict):
-        yield f"rope_scaling {_shown(rope)} is not an object"
-        rope = {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        yield f"rope_parameters {_shown(rope)} differ by kind of layer, which is not supported"
-        rope = {}
-    if rope.get("partial_rotary_factor") not in (1, None):
-        yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not supported, only 1 is"
-    known = {"rope_theta": rope["rope_theta"]} if rope.get("rope_theta") is not None else {}
-    for name, field_name, kind, has_default, other in (*_SIZES, *family.sizes):
+    rope, local = yield from _ropes(content, family.kinds)
+    known = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
+    words: dict[str, Any] = {}
+    for size in (*_SIZES, *family.sizes):
+        name, field_name, kind, has_default, other, power = size
+        target = words if field_name in WORDS else settings
         both = [key for key in (name, other) if key and key in content]
         key = both[0] if both else name
         if len(both) == 2 and content[name] != content[other]:
@@ -283,19 +380,95 @@ def _take(
         value = known.get(key, content.get(key))
         if value is None and has_default:
             if field_name in family.defaults and not (key in content and field_name == "num_kv_heads"):
-                settings[field_name] = family.defaults[field_name]
+                target[field_name] = family.defaults[field_name]
             continue
-        if not _fits(value, kind):
+        if value is None or not _fits(value, kind):
             right = {int: "a whole number above 0", float: "a number above 0", bool: "true or false"}[kind]
             yield f"{key} is {_shown(value)}, not {right}" if key in content or key in known else f"it has no {key}"
             continue
-        settings[field_name] = value
+        target[field_name] = value if power == 1.0 else value**power
+    if rope.get("partial_rotary_factor") not in (1, None) and "rotary_share" not in words:
+        yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not supported, only 1 is"
     settings.setdefault("num_kv_heads", settings.get("num_heads", -1))
     settings.setdefault("head_dim", -1)
     settings.setdefault("tied_embeddings", False)
+    pattern = yield from _pattern(content, family.kinds, local)
+    if pattern:
+        words["pattern"] = pattern
+    if text := words_text(words, family.config):
+        settings["words"] = text
+    # in the order of transformers
+    lengths = (content.get(_ORIGINAL), rope.get(_ORIGINAL), content.get("max_position_embeddings"))
+    original = next((length for length in lengths if length is not None), None)
     try:
-        scaling = rope_scaling_of(rope)
+        scaling = rope_scaling_of({**rope, _ORIGINAL: original} if original is not None else rope)
     except ValueError as error:
         yield str(error)
         return
     settings["rope_scaling"] = rope_scaling_text(scaling, is_float32=is_float32)
+
+
+def _ropes(content: Mapping[str, Any], kinds: Kinds) -> Generator[str, None, tuple[dict[str, Any], float]]:
+    """Rotary positions of layers without a window, and the base of those of layers with one. Yields messages."""
+    local = kinds.local_theta
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}  # in the order of transformers
+    if not isinstance(rope, dict):
+        yield f"rope_scaling {_shown(rope)} is not an object"
+        return {}, local
+    if any(isinstance(value, dict) for value in rope.values()):
+        if not local or not rope.keys() <= {_FULL, _WINDOW} or not all(isinstance(one, dict) for one in rope.values()):
+            yield f"rope_parameters {_shown(rope)} differ by kind of layer, which is not supported"
+            return {}, local
+        near = rope.get(_WINDOW, {})
+        if near.get("rope_type", "default") != "default":
+            yield f"rope_type {_shown(near['rope_type'])} of {_WINDOW} is not supported, only default is"
+        theta = near.get("rope_theta", local)
+        rope = rope.get(_FULL, {})
+    else:
+        theta = content.get(kinds.local_key, local) if kinds.local_key else local
+    if local and not _fits(theta, float):
+        yield f"rope_theta {_shown(theta)} of {_WINDOW} is not a number above 0"
+        return rope, local
+    return rope, theta
+
+
+def _pattern(
+    content: Mapping[str, Any], kinds: Kinds, local: float
+) -> Generator[str, None, tuple[LayerKind, ...] | None]:
+    """The kinds of the layers; None: the file says nothing of them. Yields messages."""
+    count = _length(content.get("num_hidden_layers"))
+    if kinds == Kinds() or not count:
+        return None
+    window = content.get("sliding_window", kinds.window) or 0
+    if not isinstance(window, int) or isinstance(window, bool) or window < 0:
+        yield f"sliding_window is {_shown(window)}, not a whole number above 0"
+        return None
+    has_window = [kinds.windows == "all" and window > 0] * count
+    if kinds.windows == "listed":
+        every = content.get(kinds.period, kinds.full_every) if kinds.period else kinds.full_every
+        types = content.get("layer_types")
+        if types is None:
+            types = [_FULL if (index + 1) % (every or 1) == 0 else _WINDOW for index in range(count)]
+        if not isinstance(types, list) or len(types) != count or not set(types) <= {_FULL, _WINDOW}:
+            yield f"layer_types {_shown(types)} is not one of {_FULL} and {_WINDOW} for each layer"
+            return None
+        has_window = [kind == _WINDOW for kind in types]
+        if any(has_window) and not window:
+            yield f"layer_types has {_WINDOW}, but there is no sliding_window"
+    has_positions = [True] * count
+    if every := kinds.no_positions_every:
+        every = content.get("no_rope_layer_interval", every)
+        listed = content.get("no_rope_layers")
+        if listed is None:
+            listed = [int((index + 1) % every != 0) for index in range(count)]
+        if not isinstance(listed, list) or len(listed) < count or not set(listed) <= {0, 1}:
+            yield f"no_rope_layers {_shown(listed)} is not 0 or 1 for each layer"
+            return None
+        has_positions = [bool(one) for one in listed]
+    near = LayerKind(window, float(local), stretched=not local)
+    return shortest(
+        [
+            (near if has_window[index] else LayerKind())._replace(positions=has_positions[index])
+            for index in range(count)
+        ]
+    )

@@ -13,20 +13,24 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from crius.errors import PlanError
 from crius.kernels.attention import Mask, causal_attention, document_mask, masked_attention
 from crius.kernels.cpu.linear import linear
 from crius.kernels.cpu.pointwise import rms_norm, rotary, swiglu
 from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, token_losses
-from crius.models.config import RopeScaling
+from crius.models.config import DecoderConfig
+from crius.models.description import Activation
+from crius.models.description import Attention as Described
+from crius.models.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` without a bias. ``crius.quantize`` replaces it by subclasses that multiply in low precision.
+    """``nn.Linear``. ``crius.quantize`` replaces it by subclasses that multiply in low precision.
 
     Tensor parallelism calls ``multiply`` with this rank's part of the input and of the weight, so that quantisation
-    scales are those of the rank's own operands.
+    scales are those of the rank's own operands. A bias is added afterwards, in the dtype of the product.
     """
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -38,56 +42,96 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in)`` to ``(..., out)``."""
-        return self.multiply(x, self.weight)
+        return plus(self.multiply(x, self.weight), self.bias)
+
+
+def plus(product: Tensor, bias: Tensor | None) -> Tensor:
+    """``product`` with the bias of its layer, if it has one."""
+    return product if bias is None else product + bias
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` over the last dim, computed by our kernel."""
+    """``nn.RMSNorm`` over the last dim, computed by our kernel.
+
+    Attributes:
+        plus_one: the factor is 1 + weight, computed in float32 at least, as Gemma has it.
+    """
 
     weight: nn.Parameter
+    eps: float
+
+    def __init__(self, dim: int, eps: float, *, plus_one: bool = False) -> None:
+        super().__init__(dim, eps=eps)
+        self.plus_one = plus_one
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., D)`` to ``(..., D)``."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.normalize(x, self.weight, rms_norm)
+
+    def normalize(self, x: Tensor, weight: Tensor, kernel: Callable[[Tensor, Tensor, float | None], Tensor]) -> Tensor:
+        """``x`` normalised by ``kernel``, with ``weight`` as this rank holds it."""
+        if not self.plus_one:
+            return kernel(x, weight, self.eps)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return kernel(x.to(wide), 1 + weight.to(wide), self.eps).to(x.dtype)
+
+    def scaled(self, normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """``normed``, in float32 at least, times the factor, in ``dtype``."""
+        return (normed * (1 + weight if self.plus_one else weight).to(normed.dtype)).to(dtype)
 
 
 class FeedForward(nn.Module):
-    """``w2(silu(w1 x) * w3 x)``, model dim D to hidden dim F and back."""
+    """``w2(f(w1 x) * w3 x)`` with the activation f, model dim D to hidden dim F and back."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int, *, bias: bool = False, activation: Activation = "silu") -> None:
         super().__init__()
-        self.w1 = Linear(dim, ffn_dim, bias=False)
-        self.w2 = Linear(ffn_dim, dim, bias=False)
-        self.w3 = Linear(dim, ffn_dim, bias=False)
+        self.w1 = Linear(dim, ffn_dim, bias=bias)
+        self.w2 = Linear(ffn_dim, dim, bias=bias)
+        self.w3 = Linear(dim, ffn_dim, bias=bias)
+        self.activation = activation
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """``(B, T, D)`` to ``(B, T, D)``."""
-        y: Tensor = self.w2(swiglu(self.w1(x_BTD), self.w3(x_BTD)))
+        y: Tensor = self.w2(gated(self.activation, self.w1(x_BTD), self.w3(x_BTD)))
         return y
 
 
-def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """``head_dim / 2`` angular frequencies in radians per token, float64. Made on ``device`` without a copy."""
-    return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / -head_dim)
+def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """``f(gate) * up``."""
+    if activation == "silu":
+        return swiglu(gate, up)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
-def stretched_frequencies(
-    frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
-) -> Tensor:
-    """Llama 3.1's scaling: low frequencies are divided by ``factor``, high ones kept, with a linear blend between."""
-    turns = original_context * frequencies / (2 * math.pi)  # turns of each frequency in the original context
-    blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
-    return frequencies * (blend + (1 - blend) / factor)
+def rotary_frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """``rope.dim / 2`` angular frequencies in radians per token, ``(H / 2,)``, float64 or float32.
 
-
-def float32_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """The stretched frequencies in radians per token, float32 on the CPU, with the bits that transformers 5.24 has.
-
-    Operations in another order, or on another device, may change the last bit: at 131,072 tokens an angle of 8e-3.
+    In float32 they have the bits that transformers 5.24 computes on a CPU. Operations in another order, or on another
+    device, may change the last bit: at 131,072 tokens an angle of 8e-3.
     """
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    if scaling is None:
-        return plain
+    if rope.is_float32:
+        device = torch.device("cpu")
+    dtype = torch.float32 if rope.is_float32 else torch.float64
+    exponents = torch.arange(0, rope.dim, 2, dtype=dtype, device=device) / rope.dim
+    plain = 1.0 / rope.theta**exponents if rope.is_float32 else rope.theta**-exponents
+    if isinstance(rope.scaling, LinearScaling):
+        return plain / rope.scaling.factor
+    if isinstance(rope.scaling, YarnScaling):
+        return _yarn(plain, rope.theta**exponents, rope, rope.scaling)
+    if isinstance(rope.scaling, Llama3Scaling):
+        return _llama3_as_transformers(plain, rope.scaling) if rope.is_float32 else _llama3(plain, rope.scaling)
+    return plain
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Low frequencies are divided by the factor, high ones kept, with a linear blend between."""
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # turns of each frequency in the original context
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return frequencies * (blend + (1 - blend) / scaling.factor)
+
+
+def _llama3_as_transformers(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     context = scaling.original_context
     lengths = 2 * math.pi / plain  # tokens in a turn
     weight = context / lengths - scaling.low_freq_factor
@@ -100,32 +144,66 @@ def float32_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     return torch.where(lengths < context / scaling.high_freq_factor, plain, divided)
 
 
-def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def _yarn(plain: Tensor, powers: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
+    """Frequencies with many turns in the original context are kept, those with few divided, with a blend between."""
+
+    def place(turns: float) -> float:
+        """The index of the frequency with so many turns in the original context."""
+        return rope.dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = place(scaling.beta_fast)
+    high = place(scaling.beta_slow)
+    if scaling.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001
+    places = torch.arange(len(plain), dtype=torch.float32, device=plain.device).to(plain.dtype)
+    kept = 1 - ((places - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers) * (1 - kept) + plain * kept
+
+
+def rotary_cos_sin(positions_BT: Tensor, frequencies: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles for ``crius.kernels.cpu.pointwise``, float32, each ``(B, T, 1, H)``.
 
-    The two halves of H are equal, except that the first half of sin is negated.
+    The two halves of H are equal, except that the first half of sin is negated. Both are multiplied by ``magnitude``.
     """
     angles = positions_BT[..., None, None].to(torch.float32) * frequencies.to(torch.float32)
     cos = angles.cos()
     sin = angles.sin()
+    if magnitude != 1.0:
+        cos = cos * magnitude
+        sin = sin * magnitude
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class DocumentMask(nn.Module):
     """Makes the mask of tokens that a token may attend to. A separate module, so that a layout can replace it."""
 
-    def forward(self, positions_BT: Tensor, ends_BM: Tensor | None = None) -> Mask:
+    def forward(self, positions_BT: Tensor, ends_BM: Tensor | None = None, window: int = 0) -> Mask:
         """Mask of the tokens at ``positions_BT``, in documents that end at ``ends_BM``: see ``document_mask``."""
-        return document_mask(positions_BT, ends_BM)
+        return document_mask(positions_BT, ends_BM, window)
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot-product attention over earlier tokens. A separate module, so that a layout can replace it."""
+    """Scaled dot-product attention over earlier tokens. A separate module, so that a layout can replace it.
+
+    Args:
+        scale: factor of the scores; None: ``H ** -0.5``.
+        window: newest tokens that a token attends to, which the mask says too; 0: all.
+    """
+
+    def __init__(self, scale: float | None = None, window: int = 0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.window = window
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
         """``(B, T, N, H)``; ``mask`` is the result of ``document_mask``, or None for plain causal attention."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        y = causal_attention(q, k, v) if mask is None else masked_attention(q, k, v, mask)
+        y = causal_attention(q, k, v, self.scale) if mask is None else masked_attention(q, k, v, mask, self.scale)
         return y.transpose(1, 2)
 
 
@@ -153,29 +231,71 @@ def replaceable(model: nn.Module, kind: type[nn.Module], fix: str) -> list[str]:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; query heads share key/value heads in groups."""
+    """Causal self-attention with rotary positions; query heads share key/value heads in groups.
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    Args:
+        config: sizes of the decoder.
+        facts: the description of this attention.
+    """
+
+    def __init__(self, config: DecoderConfig, facts: Described) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.wq = Linear(dim, num_heads * head_dim, bias=False)
-        self.wk = Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.wv = Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.wo = Linear(num_heads * head_dim, dim, bias=False)
-        self.inner = CausalAttention()
+        self.head_dim = facts.head_dim
+        self.rotary_dim = facts.rotary_dim
+        self.qk_norm = facts.qk_norm
+        biased = {weight.name.removesuffix(".bias") for weight in facts.weights if weight.kind == "bias"}
+        queries = facts.num_heads * facts.head_dim
+        keys = facts.num_kv_heads * facts.head_dim
+        self.wq = Linear(config.dim, queries, bias="wq" in biased)
+        self.wk = Linear(config.dim, keys, bias="wk" in biased)
+        self.wv = Linear(config.dim, keys, bias="wv" in biased)
+        self.wo = Linear(queries, config.dim, bias="wo" in biased)
+        if facts.qk_norm != "none":
+            is_whole = facts.qk_norm == "all"
+            widths = (queries, keys) if is_whole else (facts.head_dim, facts.head_dim)
+            self.q_norm = RMSNorm(widths[0], config.norm_eps, plus_one=config.norm_plus_one)
+            self.k_norm = RMSNorm(widths[1], config.norm_eps, plus_one=config.norm_plus_one)
+        self.inner = CausalAttention(facts.scale, facts.window)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None) -> Tensor:
-        """Attention, ``(B, T, D)``; ``mask`` as ``CausalAttention`` takes it."""
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
-        q_BTNH = rotary(q_BTNH, *rope)
-        k_BTKH = rotary(k_BTKH, *rope)
-        y: Tensor = self.wo(self.inner(q_BTNH, k_BTKH, v_BTKH, mask).flatten(2))
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask | None) -> Tensor:
+        """``(B, T, D)``; arguments as in ``attend``."""
+        y: Tensor = self.wo(self.attend(x_BTD, rope, mask))
         return y
+
+    def attend(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask | None) -> Tensor:
+        """What all heads found, ``(B, T, N * H)``.
+
+        Args:
+            x_BTD: input of the layer.
+            rope: cos and sin of the rotary angles; None: the layer has no positions.
+            mask: as ``CausalAttention`` takes it.
+        """
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
+        if rope is not None:
+            q_BTNH = self._rotated(q_BTNH, *rope)
+            k_BTKH = self._rotated(k_BTKH, *rope)
+        y_BTNH: Tensor = self.inner(q_BTNH, k_BTKH, v_BTKH, mask)
+        return y_BTNH.flatten(2)
+
+    def _rotated(self, x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.rotary_dim == self.head_dim:
+            return rotary(x_BTNH, cos, sin)
+        leading, rest = x_BTNH.split((self.rotary_dim, self.head_dim - self.rotary_dim), dim=-1)
+        return torch.cat((rotary(leading, cos, sin), rest), dim=-1)
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values before the rotation by positions: ``(B, T, N, H)`` and twice ``(B, T, K, H)``."""
+        queries = self.wq(x_BTD)
+        keys = self.wk(x_BTD)
+        values = self.wv(x_BTD)
+        if self.qk_norm == "all":
+            queries = self.q_norm(queries)
+            keys = self.k_norm(keys)
         # -1 heads: the local count, so this line serves one device and a tensor-parallel shard alike
-        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q_BTNH, k_BTKH, v_BTKH = (x.unflatten(-1, (-1, self.head_dim)) for x in (queries, keys, values))
+        if self.qk_norm == "head":
+            q_BTNH = self.q_norm(q_BTNH)
+            k_BTKH = self.k_norm(k_BTKH)
         return q_BTNH, k_BTKH, v_BTKH
 
 

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crius.kernels.attention import Mask
 from crius.kernels.cpu.pointwise import swiglu
 from crius.kernels.grouped_mm import grouped_linear, permute
 from crius.models.config import RoutedConfig
-from crius.models.decoder import Block
 from crius.models.layers import FeedForward
 
 LOSS_UNIT = 2.0**-32
@@ -223,24 +221,3 @@ class MixtureOfExperts(nn.Module):
         if hasattr(self.router, "bias") and self.bias_rate:
             counts = self.load[:-1]
             self.router.bias += self.bias_rate * (counts.sum() - counts * counts.numel()).sign()
-
-
-class RoutedBlock(Block):
-    """A decoder layer with experts; the first layers of a model may have a dense feed-forward.
-
-    The forward of a layer with experts also returns its counts.
-    """
-
-    def build_feed_forward(self, config: RoutedConfig, index: int) -> nn.Module:  # type: ignore[override]
-        """A dense feed-forward in the first ``num_dense_layers`` layers, else experts."""
-        if index < config.num_dense_layers:
-            return FeedForward(config.dim, config.ffn_dim)
-        return MixtureOfExperts(config)
-
-    def forward(  # type: ignore[override]
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask | None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Output, ``(B, T, D)``; a layer with experts also returns its counts."""
-        h_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
-        fed = self.feed_forward(self.ffn_norm(h_BTD))
-        return (h_BTD + fed[0], fed[1]) if isinstance(fed, tuple) else h_BTD + fed

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from crius.errors import PlanError
 
@@ -92,51 +93,49 @@ def _matches(pattern: str, names: list[str]) -> list[str]:
 
 EXPERTS = "layers.*.feed_forward.experts"
 ROUTERS = "layers.*.feed_forward.router"
-_FEED_FORWARD = {"": "gather_sequence", ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
+GATHER = "gather_sequence"
+_FEED_FORWARD = {"": GATHER, ".w1": "colwise", ".w3": "colwise", ".w2": "rowwise"}
 
 
-def decoder_plan(
-    *,
-    tied_embeddings: bool,
-    rows: Mapping[str, str] | None = None,
-    dense_layers: Iterable[int] | None = None,
-    shared_experts: bool = False,
-) -> ShardingPlan:
+_QK_NORM = {"none": "", "head": "head_norm", "all": "heads_norm"}
+
+
+def decoder_plan(config: Any, rows: Mapping[str, str] | None = None) -> ShardingPlan:
     """The plan of a decoder whose layers are ``crius.models.decoder.Block``, or differ from it only by ``rows``.
 
     Args:
-        tied_embeddings: the output layer shares the embedding's weight, and so must share its FSDP unit.
-        rows: tensor-parallel rows of the modules that a plain ``Block`` lacks.
-        dense_layers: numbers of the layers with a dense feed-forward; the others have experts. None: all are dense.
-        shared_experts: the layers with experts also have shared experts.
+        config: sizes and words of the decoder (``crius.models.config.DecoderConfig``).
+        rows: tensor-parallel rows of the modules that a ``Block`` of ``config`` lacks.
     """
-    ends = ("tok_embeddings+norm+output", "layers.*") if tied_embeddings else None
-    dense = ["layers.*"] if dense_layers is None else [f"layers.{number}" for number in dense_layers]
-    wide = [f"{layer}.feed_forward" for layer in dense]
-    routed = dense_layers is not None
-    if shared_experts:
-        wide.append("layers.*.feed_forward.shared")
-    experts = {ROUTERS: "router", EXPERTS: "experts"} if routed else {}
+    routed = getattr(config, "num_experts", 0) > 0
+    wide = [f"layers.{number}" for number in range(config.num_dense_layers)] if routed else ["layers.*"]
+    feed_forwards = [f"{layer}.feed_forward" for layer in wide]
+    if routed and config.shared_ffn_dim:
+        feed_forwards.append("layers.*.feed_forward.shared")
+    norms = [name for name, lacks in (("norm", "post"), ("post_norm", "pre")) if config.norms != lacks]
+    styles = {f"layers.*.{part}_{norm}": "sequence" for part in ("attention", "ffn") for norm in norms}
+    styles |= {
+        "tok_embeddings": "vocab",
+        "layers.*.attention": GATHER,  # once for wq, wk and wv
+        "layers.*.attention.wq": "colwise",
+        "layers.*.attention.wk": "colwise_heads",  # replicated where the model has fewer heads than ranks
+        "layers.*.attention.wv": "colwise_heads",
+        "layers.*.attention.wo": "rowwise",
+        "norm": "sequence",
+        "output": "logits",
+    }
+    styles |= {f"{name}{part}": style for name in feed_forwards for part, style in _FEED_FORWARD.items()}
+    if style := _QK_NORM[config.qk_norm]:
+        styles |= {"layers.*.attention.q_norm": style, "layers.*.attention.k_norm": style}
+    if routed:
+        styles |= {ROUTERS: "router", EXPERTS: "experts"}
+    ends = ("tok_embeddings", "layers.*", "norm+output")  # norm is too small to gather alone
     return ShardingPlan(
         block="layers.*",
-        fsdp_units=ends or ("tok_embeddings", "layers.*", "norm+output"),  # norm is too small to gather alone
+        fsdp_units=("tok_embeddings+norm+output", "layers.*") if config.tied_embeddings else ends,
         embeddings=("tok_embeddings",),
         sensitive=("output",),
-        tensor_parallel={
-            "tok_embeddings": "vocab",
-            "layers.*.attention_norm": "sequence",
-            "layers.*.attention": "gather_sequence",  # once for wq, wk and wv
-            "layers.*.attention.wq": "colwise",
-            "layers.*.attention.wk": "colwise_heads",  # replicated where the model has fewer heads than ranks
-            "layers.*.attention.wv": "colwise_heads",
-            "layers.*.attention.wo": "rowwise",
-            "layers.*.ffn_norm": "sequence",
-            **{f"{name}{part}": style for name in wide for part, style in _FEED_FORWARD.items()},
-            **experts,
-            "norm": "sequence",
-            "output": "logits",
-            **(rows or {}),
-        },
+        tensor_parallel={**styles, **(rows or {})},
         experts=EXPERTS if routed else "",
         routers=ROUTERS if routed else "",
     )

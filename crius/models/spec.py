@@ -6,10 +6,12 @@ from functools import lru_cache
 from typing import Any
 
 from crius.errors import ConfigError
-from crius.models.config import DecoderConfig, RoutedConfig, parse_rope_scaling, resized
+from crius.models.config import DecoderConfig, RoutedConfig, resized
 from crius.models.description import ModelDescription
 from crius.models.huggingface import HuggingFace
-from crius.models.plan import ShardingPlan
+from crius.models.plan import ShardingPlan, decoder_plan
+from crius.models.rope import parse_rope_scaling
+from crius.models.words import parse_words
 
 BLOCK = "crius.models.decoder:Block"
 CUSTOM = "custom"
@@ -23,14 +25,14 @@ class ModelSpec:
     Attributes:
         name: value of ``--model.name``.
         flavors: sizes by name.
-        plan: function from a config to its sharding plan.
+        plan: function from a config to its sharding plan; by default that of ``crius.models.decoder.Block``.
         block: class of a decoder layer, or its dotted path and name, which is imported only to build it.
         hf: Hugging Face's names; None: transformers has no such model.
     """
 
     name: str
     flavors: Mapping[str, DecoderConfig]
-    plan: Callable[[Any], ShardingPlan]
+    plan: Callable[[Any], ShardingPlan] = decoder_plan
     block: str | type = BLOCK
     hf: HuggingFace | None = None
 
@@ -43,8 +45,8 @@ class ModelSpec:
         """The description of ``flavor``, with ``sizes`` in place of its own (``crius.models.config.resized``).
 
         Raises:
-            ConfigError: the text of ``rope_scaling`` is not valid, flavor custom lacks a size that it needs, or the
-                model has no size of that name; ``where`` is the field.
+            ConfigError: the text of ``rope_scaling`` or of ``words`` is not valid, flavor custom lacks a size that it
+                needs, or the model has no size of that name; ``where`` is the field.
         """
         own, routed = (
             {size.name for size in fields(kind)} for kind in (type(next(iter(self.flavors.values()))), RoutedConfig)
@@ -64,6 +66,15 @@ class ModelSpec:
                 what = f"model.rope_scaling {text} is not valid: {error}."
                 fix = f"--model.rope_scaling none, or '{example}'"
                 raise ConfigError(what, where="model.rope_scaling", fix=fix) from None
+        if "words" in sizes and (text := sizes.pop("words")):
+            try:
+                sizes |= parse_words(text)
+            except ValueError as error:
+                raise ConfigError(
+                    f"model.words {text[:200]} is not valid: {error}.",
+                    where="model.words",
+                    fix="""--model.words '{"qkv_bias": true}' for example: docs/models.md lists the words""",
+                ) from None
         config = self._custom(sizes) if flavor == CUSTOM else self.flavors[flavor]
         return _described(self, resized(config, **sizes) if sizes else config, f"{self.name}/{flavor}")
 

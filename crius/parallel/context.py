@@ -11,7 +11,8 @@ The rest of the model computes token by token and runs unchanged on ``(B, T / cp
 B batch, T tokens of the sequence, L = T / cp tokens of a rank, N query heads, K key/value heads, H head dim
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -97,16 +98,33 @@ def _split(tensor: Tensor, num_parts: int, dim: int) -> tuple[Tensor, ...]:
     return tensor.chunk(num_parts, dim=dim)
 
 
-class _OfShard(nn.Module):
-    """Replacement of a module that needs tokens of other ranks."""
+class _AttentionOfShard(CausalAttention):
+    """Replacement of an attention that needs tokens of other ranks."""
 
-    def __init__(self, shard: ContextShard) -> None:
-        super().__init__()
+    def __init__(self, shard: ContextShard, like: CausalAttention) -> None:
+        super().__init__(like.scale, like.window)
         self._shard = shard
         self._has_flash = _flash_on_gpu()
 
+    def attend(self, q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
+        """Attention of a sequence's last ``C`` queries to all its keys, ``(B, C, N, H)``; without a mask causal."""
+        num_queries = q_BCNH.shape[1]
+        num_keys = k_BTKH.shape[1]
+        q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BTKH, v_BTKH))
+        if mask is None and num_queries == num_keys:
+            y = causal_attention(q, k, v, self.scale)
+        elif mask is None and self._has_flash and _fits_flash(q, v):
+            # this op aligns causality to the last query; CausalBias, the public way to do so, cannot be compiled
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            y = flash(q, k, v, is_causal=True, scale=self.scale)[0]
+        else:
+            if mask is None:
+                mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+            y = masked_attention(q, k, v, mask, self.scale)
+        return y.transpose(1, 2)
 
-class GatheredAttention(_OfShard, CausalAttention):
+
+class GatheredAttention(_AttentionOfShard):
     """Causal attention of this rank's queries over the gathered keys and values."""
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Mask | None) -> Tensor:
@@ -132,25 +150,8 @@ class GatheredAttention(_OfShard, CausalAttention):
         for chunk, q, rows in zip(chunks, queries, masks, strict=True):
             stop = (chunk + 1) * q.shape[1]
             visible = None if rows is None else rows[..., :stop]
-            parts.append(_attend(q, k_BTKH[:, :stop], v_BTKH[:, :stop], visible, self._has_flash))
+            parts.append(self.attend(q, k_BTKH[:, :stop], v_BTKH[:, :stop], visible))
         return torch.cat(parts, dim=1)
-
-
-def _attend(q_BCNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None, has_flash: bool) -> Tensor:
-    """Attention of the last ``C`` queries of a sequence to all its keys, ``(B, C, N, H)``; without a mask causal."""
-    num_queries = q_BCNH.shape[1]
-    num_keys = k_BTKH.shape[1]
-    q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BTKH, v_BTKH))
-    if mask is None and num_queries == num_keys:
-        y = causal_attention(q, k, v)
-    elif mask is None and has_flash and _fits_flash(q, v):
-        # this op aligns causality to the last query; CausalBias, the public way to do so, cannot be compiled
-        y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-    else:
-        if mask is None:
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
-        y = masked_attention(q, k, v, mask)
-    return y.transpose(1, 2)
 
 
 def _fits_flash(q: Tensor, v: Tensor) -> bool:
@@ -166,7 +167,7 @@ def _flash_on_gpu() -> bool:
     return torch.cuda.get_device_capability() >= (8, 0)
 
 
-class HeadsAttention(_OfShard, CausalAttention):
+class HeadsAttention(_AttentionOfShard):
     """Causal attention of all tokens over this rank's share of the heads."""
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: Mask | None) -> Tensor:
@@ -196,7 +197,7 @@ class HeadsAttention(_OfShard, CausalAttention):
         if num_kv_heads < degree:
             k_BLKH, v_BLKH = (x.repeat_interleave(degree // num_kv_heads, dim=2) for x in (k_BLKH, v_BLKH))
         q_BTNH, k_BTKH, v_BTKH = self._tokens_for_heads((q_BLNH, k_BLKH, v_BLKH))
-        return self._heads_for_tokens(_attend(q_BTNH, k_BTKH, v_BTKH, mask, self._has_flash))
+        return self._heads_for_tokens(self.attend(q_BTNH, k_BTKH, v_BTKH, mask))
 
     def _tokens_for_heads(self, xs_BLNH: tuple[Tensor, ...]) -> list[Tensor]:
         """Each ``(B, L, N, H)`` as ``(B, T, N / cp, H)``; one collective for all."""
@@ -213,25 +214,34 @@ class HeadsAttention(_OfShard, CausalAttention):
         return exchanged.movedim(0, 2).flatten(2, 3)
 
 
-class GatheredDocumentMask(_OfShard, DocumentMask):
+class _MaskOfShard(DocumentMask):
+    """Replacement of a mask that needs tokens of other ranks."""
+
+    def __init__(self, shard: ContextShard, like: DocumentMask) -> None:
+        super().__init__()
+        self._shard = shard
+
+
+class GatheredDocumentMask(_MaskOfShard):
     """The mask of this rank's queries and the keys of the whole sequence."""
 
-    def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None) -> Tensor:
+    def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None, window: int = 0) -> Tensor:
         """Bool ``(B, 1, L, T)``: queries in this rank's order, keys in natural order."""
         masks_made["sdpa"] += 1
         documents_BT = (self._shard.gather(positions_BL) == 0).cumsum(dim=-1)
         tokens_T = torch.arange(documents_BT.shape[1], device=positions_BL.device)
         same = self._shard.slice(documents_BT)[:, :, None] == documents_BT[:, None, :]
-        earlier = self._shard.slice(tokens_T[None])[:, :, None] >= tokens_T
-        return (same & earlier)[:, None]
+        distance = self._shard.slice(tokens_T[None])[:, :, None] - tokens_T
+        seen = (distance >= 0) & (distance < window) if window else distance >= 0
+        return (same & seen)[:, None]
 
 
-class WholeDocumentMask(_OfShard, DocumentMask):
+class WholeDocumentMask(_MaskOfShard):
     """The mask of the whole sequence, the same on all ranks that share it."""
 
-    def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None) -> Mask:
+    def forward(self, positions_BL: Tensor, ends_BM: Tensor | None = None, window: int = 0) -> Mask:
         """Bool ``(B, 1, T, T)``, queries before keys."""
-        return super().forward(self._shard.gather(positions_BL))
+        return super().forward(self._shard.gather(positions_BL), None, window)
 
 
 def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: Method) -> list[str]:
@@ -252,8 +262,8 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: Method
     shard = ContextShard(cp_mesh, method)
     attention = GatheredAttention if method == "all_gather" else HeadsAttention
     document_mask = GatheredDocumentMask if method == "all_gather" else WholeDocumentMask
-    num_attentions = _replace(model, CausalAttention, attention(shard))
-    num_masks = _replace(model, DocumentMask, document_mask(shard))
+    num_attentions = _replace(model, CausalAttention, attention, shard)
+    num_masks = _replace(model, DocumentMask, document_mask, shard)
     layers = getattr(model, "layers", None)
     num_layers = 1 if layers is None else len(layers)  # a pipeline stage may have none
     if num_attentions < num_layers:
@@ -271,9 +281,11 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: Method
     return [f"context parallel: {shard.degree} ranks, {num_attentions} attention{masked}, {method} ({how})"]
 
 
-def _replace(model: nn.Module, kind: type[nn.Module], replacement: nn.Module) -> int:
-    """Replace each module whose type is ``kind`` by ``replacement``. Returns their number."""
+def _replace(
+    model: nn.Module, kind: type[nn.Module], replacement: Callable[[ContextShard, Any], nn.Module], shard: ContextShard
+) -> int:
+    """Replace each module whose type is ``kind``. Returns their number."""
     names = replaceable(model, kind, _WITHOUT)
     for name in names:
-        model.set_submodule(name, replacement)
+        model.set_submodule(name, replacement(shard, model.get_submodule(name)))
     return len(names)

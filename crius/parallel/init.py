@@ -59,11 +59,14 @@ def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
     within ``in ** -0.5``, as PEFT's ``kaiming_uniform_(a=sqrt(5))``, and B is 0, so that they add nothing at first.
     """
     ends = Normal(model.dim**-0.5)
+    norm = Constant(0.0 if model.config.norm_plus_one else 1.0)
     residual = Normal(0.02 / (2 * model.num_layers) ** 0.5)
 
     def rule(weight: Weight) -> Init:
-        if weight.kind in ("norm", "bias"):
-            return Constant(1.0 if weight.kind == "norm" else 0.0)
+        if weight.kind == "norm":
+            return norm
+        if weight.kind == "bias":
+            return Constant(0.0)
         return residual if weight.to_residual else Normal(0.02)
 
     layers = {f"layers.*.{weight.name}": rule(weight) for _, layer in model.layers for weight in layer.weights}
@@ -82,7 +85,7 @@ def init_rules(model: ModelDescription) -> list[tuple[str, Init]]:
         ("output.weight", ends),
         *layers.items(),
         *buffers.items(),
-        ("norm.weight", Constant(1.0)),
+        ("norm.weight", norm),
     ]
 
 

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 
 from crius.errors import PlanError
 from crius.kernels.cpu.pointwise import rms_norm, rms_norm_reference
-from crius.models.layers import Linear, Loss, Output, RMSNorm
+from crius.models.layers import Linear, Loss, Output, RMSNorm, plus
 from crius.models.moe import Router
-from crius.models.plan import ShardingPlan
+from crius.models.plan import GATHER, ShardingPlan
 from crius.parallel.allocate import keeping_ties
 from crius.parallel.runtime import all_gather
 
@@ -47,11 +47,19 @@ def _weight(module: nn.Module) -> DTensor:
     return weight
 
 
-def _replica(module: nn.Module) -> Tensor:
+def _replica(weight: DTensor) -> Tensor:
     """A weight that every rank has whole, while each rank has a summand of its gradient. The gradients are summed over
     the ranks once. Norms and checkpoints count the weight once, as a replicated one.
     """
-    return _weight(module).to_local(grad_placements=[Partial()])
+    return weight.to_local(grad_placements=[Partial()])
+
+
+def _bias(linear: nn.Module) -> Tensor | None:
+    """The part of the layer's bias that this rank adds."""
+    bias = linear.bias
+    if not isinstance(bias, DTensor):
+        return None
+    return _replica(bias) if bias.placements[0].is_replicate() else bias.to_local()
 
 
 def _first_row(weight: DTensor) -> int:
@@ -110,19 +118,22 @@ def _lookup(embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
 
 def _columns(linear: Linear, x_BTD: Tensor) -> Tensor:
     """``(B, T, out / ranks)`` of a whole sequence."""
-    return linear.multiply(x_BTD, _weight(linear).to_local())
+    return plus(linear.multiply(x_BTD, _weight(linear).to_local()), _bias(linear))
 
 
 def _one_head(linear: Linear, x_BTD: Tensor) -> Tensor:
     """``(B, T, head dim)`` of the only head that this rank needs, where there are fewer heads than ranks."""
     head, num_heads = linear._head  # type: ignore[misc]
-    return linear.multiply(x_BTD, _replica(linear).chunk(num_heads)[head])
+    bias = _bias(linear)
+    product = linear.multiply(x_BTD, _replica(_weight(linear)).chunk(num_heads)[head])
+    return plus(product, None if bias is None else bias.chunk(num_heads)[head])
 
 
 def _rows(linear: Linear, x_BTD: Tensor) -> Tensor:
     """``(B, T / ranks, out)`` of an input that is split along its last dim."""
     weight = _weight(linear)
-    return _scatter_sequence(linear.multiply(x_BTD, weight.to_local()), weight.device_mesh)
+    y_BTD = _scatter_sequence(linear.multiply(x_BTD, weight.to_local()), weight.device_mesh)
+    return plus(y_BTD, _bias(linear))  # after the sum over ranks, so that it is added once
 
 
 def _vocabulary(output: Output, x_BTD: Tensor, use: Callable[..., Tensor] | None = None) -> Tensor:
@@ -145,12 +156,25 @@ def _vocabulary(output: Output, x_BTD: Tensor, use: Callable[..., Tensor] | None
 
 def _head_norm(norm: RMSNorm, x_BTNH: Tensor) -> Tensor:
     """Normalise each of the heads that this rank computes."""
-    return rms_norm(x_BTNH, _replica(norm), norm.eps)
+    return norm.normalize(x_BTNH, _replica(_weight(norm)), rms_norm)
+
+
+def _heads_norm(norm: RMSNorm, x_BTE: Tensor) -> Tensor:
+    """Normalise all heads together, of which this rank computes some: the sums of squares are summed over the ranks."""
+    weight = _weight(norm)
+    mesh = weight.device_mesh
+    wide = torch.promote_types(x_BTE.dtype, torch.float32)
+    squares_BT1 = x_BTE.to(wide).square().sum(-1, keepdim=True)
+    copies = mesh.size() * x_BTE.shape[-1] // weight.shape[0]  # ranks that compute the same head
+    mean_BT1 = all_gather(squares_BT1[None], mesh).sum(0) / (copies * weight.shape[0])
+    first = mesh.get_local_rank() // copies * x_BTE.shape[-1]
+    rows_E = _replica(weight)[first : first + x_BTE.shape[-1]]
+    return norm.scaled(x_BTE.to(wide) * torch.rsqrt(mean_BT1 + norm.eps), rows_E, x_BTE.dtype)
 
 
 def _route(router: Router, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts for this rank's part of the sequence."""
-    return router.route(x_BTD, _replica(router))
+    return router.route(x_BTD, _replica(_weight(router)))
 
 
 def _sequence_norm(norm: RMSNorm, x_BTD: Tensor) -> Tensor:
@@ -159,7 +183,7 @@ def _sequence_norm(norm: RMSNorm, x_BTD: Tensor) -> Tensor:
     The view makes autograd sum the norm's own gradients of its input before it adds the gradient of the residual. The
     order of a sum changes its bits.
     """
-    return rms_norm_reference(x_BTD.view_as(x_BTD), _replica(norm), norm.eps)
+    return norm.normalize(x_BTD.view_as(x_BTD), _replica(_weight(norm)), rms_norm_reference)
 
 
 def _own_norm(norm: nn.Module, x_BTD: Tensor) -> Tensor:
@@ -182,12 +206,12 @@ def _whole_loss(loss: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Ten
     return result.full_tensor().clone() if isinstance(result, DTensor) else result  # FSDP warns of views
 
 
-GATHER = "gather_sequence"
 Style = tuple[type[nn.Module], Placement, Callable[..., Any]]
 STYLES: dict[str, Style] = {
     "vocab": (nn.Embedding, Shard(0), _lookup),
     "sequence": (nn.Module, Replicate(), _sequence_norm),
     "head_norm": (RMSNorm, Replicate(), _head_norm),
+    "heads_norm": (RMSNorm, Replicate(), _heads_norm),
     "colwise": (Linear, Shard(0), _columns),
     "colwise_heads": (Linear, Shard(0), _columns),
     "rowwise": (Linear, Shard(1), _rows),
@@ -271,7 +295,8 @@ def _split(
         raise PlanError(what, fix="give the plan's row another style, or the module that class")
     for owner in module.modules():
         for key, parameter in list(owner.named_parameters(recurse=False)):
-            weight = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            place = placement if parameter.dim() > 1 or placement == Shard(0) else Replicate()  # a bias of rows
+            weight = distribute_tensor(parameter, mesh, [place], src_data_rank=None)
             setattr(owner, key, nn.Parameter(weight))
     module.forward = MethodType(forward, module)
     if isinstance(module, Linear) and type(module).multiply is Linear.multiply:

@@ -34,18 +34,19 @@ from crius.models.layers import Linear
 
 
 class _Padded(Linear):
-    """Base of float8 and MXFP8 layers: it takes over a weight and, if asked, pads dims with zeros to whole blocks.
+    """Base of float8 and MXFP8 layers: it takes over parameters and, if asked, pads dims with zeros to whole blocks.
 
     Zeros change no largest magnitude and no sum, so padding is exact.
 
     Args:
-        linear: layer whose weight is taken over.
+        linear: layer whose parameters are taken over.
         unit: numbers per block; 0: no padding.
     """
 
     def __init__(self, linear: nn.Linear, unit: int) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
+        self.bias = linear.bias
         self._unit = unit
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from crius.config.lora import NF4_BLOCK, NF4_SCALES, LoraConfig, block_linears, is_quantized
 from crius.errors import CheckpointError
 from crius.models.description import ModelDescription
-from crius.models.layers import Linear
+from crius.models.layers import Linear, plus
 from crius.quantize.convert import usable_torchao
 from crius.shards import local_shard
 
@@ -73,13 +73,15 @@ class _Nf4Product(_Product):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer ``(out, in)`` without a bias whose weight is integers and factors. None of them is trained."""
+    """A linear layer ``(out, in)`` whose weight is integers and factors. None of them is trained, nor is its bias."""
 
     product: type[_Product]
+    bias: nn.Parameter | None
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
+        self.register_parameter("bias", linear.bias)
         for name, (shape, dtype) in self.layout().items():
             empty = torch.empty(shape, dtype=dtype, device=linear.weight.device)
             setattr(self, name, nn.Parameter(empty, requires_grad=False))
@@ -103,7 +105,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., in)`` to ``(..., out)``."""
-        return self.multiply(x)
+        return plus(self.multiply(x), self.bias)
 
 
 class Int8Linear(QuantizedLinear):

@@ -299,7 +299,8 @@ class EffectWatch:
         self._async = enable_async_tensor_parallel(tp, job.ranks.device.type) if is_async and tp is not None else None
         self._blocks = 0
         self._checkpointed: list[CheckpointedBlocks] = []
-        self._has_masks = job.config.model.attention_mask == "document" and job.ranks.device.type == "cuda"
+        has_masks = job.config.model.attention_mask == "document" or any(job.facts.windows)
+        self._has_masks = has_masks and job.ranks.device.type == "cuda"
         self._masks: set[str] = set()
 
     def built(self, built: Built) -> None:

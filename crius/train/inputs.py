@@ -222,7 +222,7 @@ def run_batch_sizes(config: RunConfig, data_parallel_ranks: int) -> BatchSizes:
 def run_modules(config: RunConfig, facts: ModelDescription) -> list[ModuleFacts]:
     """The modules that pipeline stages are made of, with costs for the sequence length of ``config``."""
     is_cut = config.parallelism.pipeline_parallel_degree > 1
-    return facts.modules((config.training.seq_len + 1) / 2, is_cut=is_cut)
+    return facts.modules(config.training.seq_len, is_cut=is_cut)
 
 
 def open_run_data(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None = None) -> tuple[RunConfig, Corpus]:

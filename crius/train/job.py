@@ -227,7 +227,7 @@ def assemble(
         advice = config.moe.advice(getattr(job.facts.config, "router_bias", False)) if ranks.rank == 0 else ""
         loads = ExpertLoads(job.facts, after_update.take_totals, ranks.device, advice=advice)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
-    meter = Meter(job.facts.flops_per_token((config.training.seq_len + 1) / 2), peak, ranks)
+    meter = Meter(job.facts.flops_per_token(config.training.seq_len), peak, ranks)
     return Loop(
         config=config,
         layout=mesh.layout,

@@ -146,6 +146,7 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
         ConfigError: a kernel that is asked for by name does not run there.
     """
     asked = config.kernels
+    model = describe_known_model(config)
     is_at_hand = device.type == "cuda" and device.index is not None
     return choice.resolve(
         asked.linear,
@@ -154,17 +155,17 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
         device_type=device.type,
         capability=torch.cuda.get_device_capability(device) if is_at_hand else None,
         cudnn=torch.backends.cudnn.version() if is_at_hand else None,
-        has_mask=config.model.attention_mask == "document",
-        no_varlen=varlen_obstacle(config, describe_known_model(config)),
+        has_mask=config.model.attention_mask == "document" or (model is not None and any(model.windows)),
+        no_varlen=varlen_obstacle(config, model),
         is_split=config.parallelism.context_parallel_degree > 1,
-        keeps_probabilities=keeps_probabilities(config),
+        keeps_probabilities=keeps_probabilities(config, model),
     )
 
 
 def most_documents(config: RunConfig) -> int:
     """Most documents of a row for which this process's attention goes by the ends of documents; 0: never."""
     order = choice.current().attention
-    if "varlen" not in order:
+    if "varlen" not in order or config.model.attention_mask != "document":
         return 0
     # each document takes a block of memory and of threads, whatever its length under training.reproducible the kernel
     # of a row must not depend on the other rows of its rank

@@ -40,6 +40,7 @@ PIPELINE = "--p.pipeline_parallel_degree 2 --p.data_parallel_shard_degree 2 --tr
 CONTEXT = "--p.context_parallel_degree 2 --p.data_parallel_shard_degree 2"
 SELECTIVE = "--activation_checkpoint.mode selective --activation_checkpoint.selective_option"
 DOCUMENT = "--model.attention_mask document"
+WINDOWS = """--model.words '{"pattern": [{"window": 32}, {"positions": false}]}'"""
 FLOAT32 = "--training.mixed_precision_param float32"
 EXPERTS = "--model.name qwen3_moe"
 GROUPED = {"_grouped_mm": 3 * 6}
@@ -82,6 +83,9 @@ CASES = {
         f"{FSDP} {DOCUMENT} --activation_checkpoint.mode full", {"varlen": 4}, is_slow=True
     ),
     "document_mask_recompute_operators": Case(f"{FSDP} {DOCUMENT} {SELECTIVE} op", {"varlen": 2}),
+    "windows": Case(f"{FSDP} {WINDOWS}", {"varlen": 1, "flash": 1}),
+    "windows_document_mask": Case(f"{FSDP} {DOCUMENT} {WINDOWS}", {"varlen": 2}, is_slow=True),
+    "windows_pipeline": Case(f"{PIPELINE} {WINDOWS}", {"varlen": 4}, is_slow=True),
     "document_mask_float32": Case(f"{FSDP} {DOCUMENT} {FLOAT32}", {"efficient": 2}, is_slow=True),
     "cp2_document_mask": Case(f"{CONTEXT} {DOCUMENT}", {"efficient": 4}, is_slow=True),
     "float32": Case(f"{FSDP} {FLOAT32}", {"efficient": 2}),

@@ -112,6 +112,13 @@ def test_a_document_mask_is_attention_by_ends_and_no_matrix_of_all_pairs(recompu
     assert not [code for code in codes if f"{TOKENS}, {TOKENS})" in code or "efficient_attention" in code]
 
 
+def test_a_window_is_attention_by_ends_and_no_matrix_of_all_pairs(fake_gpu):
+    codes = generated(fake_gpu, "--model.words", '{"pattern": [{"window": 32}]}')
+    forward, backward = map(calls, codes)
+    assert (forward["_varlen_attn"], backward["_varlen_attn_backward"]) == (1, 1)
+    assert not [code for code in codes if f"{TOKENS}, {TOKENS})" in code or "efficient_attention" in code]
+
+
 def test_flex_attention_makes_no_matrix_of_all_pairs_of_tokens(fake_gpu):
     """Two templates forward and backward; the mask is blocks of 128 x 128."""
     flags = ("--model.attention_mask", "document", "--kernels.attention", "flex")

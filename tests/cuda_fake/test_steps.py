@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from cuda_fake.cases import CASES, CONTEXT, FSDP, Case
+from cuda_fake.cases import CASES, CONTEXT, DOCUMENT, FSDP, Case
 from cuda_fake.library import shim_library
 
 STEADY = 2
@@ -63,7 +63,7 @@ def test_a_step_reads_nothing_and_moves_only_the_batch_and_the_loss(case: Case, 
     for what, where in seen["copies"]:
         (to_gpu if what.startswith("cpu->cuda int") else to_host).append((re.sub(r"\[.*\]", "[]", what), where))
     kernels = attention(seen["ops"])
-    ends = ["cpu->cuda int32 []"] * ("varlen" in kernels)
+    ends = ["cpu->cuda int32 []"] * ("varlen" in kernels and DOCUMENT in case.flags)
     assert [what for what, _ in to_gpu] == [*ends, *["cpu->cuda int64 []"] * 3], "tokens, labels, positions"
     assert [what for what, _ in to_host] == ["cuda->cpu float64 []"] * 2, f"for the guard and for the report: {to_host}"
     assert set(seen["waits"]) <= ({STEADY - 1, STEADY} if case.may_wait else {STEADY - 1})

@@ -123,8 +123,8 @@ class Wider(CountingBlock):
 
 
 class WiderConfig(CountingConfig):
-    def layer(self):
-        layer = super().layer()
+    def layer(self, index):
+        layer = super().layer(index)
         return replace(layer, buffers=(layer.buffers[0]._replace(shape=(3,)), layer.buffers[1]))
 
 

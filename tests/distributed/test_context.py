@@ -20,6 +20,7 @@ from crius.launch.local import run_workers
 from crius.models import registry
 from crius.models.layers import Attention, CausalAttention, rotary_cos_sin, rotary_frequencies
 from crius.models.llama3 import Llama3Config
+from crius.models.rope import Rope
 from crius.parallel.context import ContextShard, apply_context_parallel
 from crius.parallel.init import init_parameters, init_rules
 from crius.parallel.runtime import world
@@ -99,7 +100,8 @@ class Masked(nn.Module):
 
     def __init__(self, num_kv_heads, mask):
         super().__init__()
-        self.attention = Attention(32, HEADS, num_kv_heads, HEAD_DIM)
+        config = replace(CONFIG, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM)
+        self.attention = Attention(config, config.attention_of(0))
         self.documents = registry.build(llama(CONFIG, attention_mask="document")).document_mask
         self.mask = mask
 
@@ -116,7 +118,7 @@ class Masked(nn.Module):
 
     def forward(self, x, positions, shard, how):
         mask = self.mask_of(positions, shard)
-        rope = rotary_cos_sin(positions, rotary_frequencies(HEAD_DIM, 1e4, x.device))
+        rope = rotary_cos_sin(positions, rotary_frequencies(Rope(theta=1e4, dim=HEAD_DIM), x.device))
         run = self.attention
         if how.endswith("checkpointed"):
             run = functools.partial(checkpoint, self.attention, use_reentrant=False)

@@ -226,7 +226,6 @@ from torch import nn
 from crius.models.config import DecoderConfig
 from crius.models.decoder import Block
 from crius.models.layers import RMSNorm
-from crius.models.plan import decoder_plan
 from crius.models.spec import ModelSpec
 
 
@@ -238,7 +237,7 @@ class Larger(RMSNorm):
 class OtherNorms(Block):
     def __init__(self, config, index):
         super().__init__(config, index)
-        self.attention_norm = Larger(config.dim, eps=config.norm_eps)
+        self.attention_norm = Larger(config.dim, config.norm_eps)
         self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps, bias=False)
 
 
@@ -246,7 +245,6 @@ SIZES = DecoderConfig(dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_di
 SPEC = ModelSpec(
     name="other_norms",
     flavors={"small": SIZES},
-    plan=lambda config: decoder_plan(tied_embeddings=config.tied_embeddings),
     block=OtherNorms,
 )
 """

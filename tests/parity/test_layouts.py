@@ -38,16 +38,44 @@ VALIDATED = [*SMALL, "--model.num_layers", "2", "--training.steps", "2", "--vali
 QUICK = {
     "llama3": ("ddp4", "fsdp2", "hsdp2x2_accum4+deferred", "tp4", "pp2+1f1b", "cp2", "fsdp2_tp2"),
     "qwen3_moe": ("fsdp2_ep2",),
+    "smollm3": ("tp2",),
 }
 # norms of heads: as many ranks as query heads, fewer key/value heads than ranks, heads dealt out over a sequence
 QWEN3 = ("tp8", "fsdp2_tp2", "pp2_tp2", "cp2+ulysses", "fsdp2+full")
 # what the matrix lacks: a rank with fewer rows than the others, the other modes, microbatches of a pipeline with shards
 MORE = ("fsdp3", "accum4+deferred", "ddp2_accum2+auto", "fsdp2_accum2+always", "pp2_tp2_accum2")
+# every word of a decoder in three models, on each axis of a mesh, and with windows in documents
+WORDS = ("fsdp2", "tp2", "pp2", "cp2", "fsdp2_tp2", "cp2+document", "cp2+ulysses+document")
+NEAR = json.dumps({"pattern": [{"window": 5, "rope_theta": 1e4, "stretched": False}, {}]})
 LAYOUTS = {
     "llama3": (*matrix.PARITY, *MORE),
     "qwen3": (*matrix.PARITY, *MORE),
     "qwen3_moe": matrix.EXPERTS,  # softmax
     "sigmoid_moe": matrix.EXPERTS,  # sigmoids, bias and groups
+    # windows, two ropes, norms on both sides, 1 + w, GeGLU; as many key/value heads as ranks have halves of
+    "gemma3": WORDS,
+    # norms behind, all heads normalised together, YaRN
+    "olmo3": WORDS,
+    # biases everywhere, multipliers, scale, layers without positions, few rotary dims, exact GELU
+    "smollm3": WORDS,
+}
+EVERY_WORD = {
+    "pattern": [{}, {"positions": False, "window": 9}],
+    "rotary_share": 0.5,
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "attention_scale": 0.3,
+    "activation": "gelu",
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "logits_divisor": 6.0,
+}
+OF_MODELS = {
+    "sigmoid_moe": SIGMOID_MOE,
+    "gemma3": ("--model.name", "gemma3", "--model.num_kv_heads", "1", "--model.words", NEAR),
+    "olmo3": ("--model.name", "olmo3", "--model.words", NEAR),
+    "smollm3": ("--model.name", "smollm3", "--model.words", json.dumps(EVERY_WORD)),
 }
 
 
@@ -133,7 +161,7 @@ def row(trained):
 @pytest.mark.parametrize(("model", "layout"), list(rows()))
 def test_every_layout_computes_what_one_device_computes(model, layout, row):
     """Loss and gradient norm of three steps, the parameters after them, and the update of each parameter."""
-    values, note, is_wrong = row(layout, SIGMOID_MOE if model == "sigmoid_moe" else ("--model.name", model))
+    values, note, is_wrong = row(layout, OF_MODELS.get(model, ("--model.name", model)))
     assert not is_wrong, (values, note)
 
 

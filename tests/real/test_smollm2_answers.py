@@ -14,6 +14,7 @@ from smollm2 import gguf_file, of_transformers
 from crius.cli import main
 from crius.kernels import choice
 from crius.models.layers import rotary_frequencies
+from crius.models.rope import Rope
 from crius.tools.convert.importing import import_model
 from crius.tools.generate.run import answer
 from crius.tools.generate.settings import Prompt, Settings
@@ -128,7 +129,7 @@ def in_float64(model):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
     def rotary(self, x, position_ids):
-        angles = position_ids[..., None] * rotary_frequencies(64, 1e5, x.device)
+        angles = position_ids[..., None] * rotary_frequencies(Rope(theta=1e5, dim=64), x.device)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 

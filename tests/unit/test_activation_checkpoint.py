@@ -17,9 +17,8 @@ from crius.config.training import ActivationCheckpointConfig
 from crius.errors import ConfigError
 from crius.models import registry
 from crius.models.llama3 import Llama3Config
-from crius.models.moe import RoutedBlock
-from crius.models.plan import ShardingPlan
-from crius.models.spec import described
+from crius.models.plan import ShardingPlan, decoder_plan
+from crius.models.spec import BLOCK, described
 from crius.parallel.activation_checkpoint import CATEGORIES, apply_activation_checkpoint, resolve_save_ops
 from crius.parallel.init import init_parameters, init_rules
 
@@ -158,7 +157,7 @@ def test_what_is_not_kept_is_computed_again(config, matmuls, attentions):
 @pytest.mark.parametrize("config", [FULL, default(), selective()], ids=["full", "default_ops", "no_ops"])
 def test_experts_are_chosen_once(config):
     """Another choice the second time would be another gradient."""
-    model, _ = build(config, facts=described("routed", SIGMOID, sigmoid_moe.plan(SIGMOID), RoutedBlock))
+    model, _ = build(config, facts=described("routed", SIGMOID, decoder_plan(SIGMOID), BLOCK))
     forward, backward = CountOps(), CountOps()
     with forward:
         loss = loss_of(model)

@@ -188,7 +188,7 @@ AUTO = ["--training.mixed_precision_param", "float32", "--training.seq_len", "25
 def test_where_a_run_on_a_cpu_takes_it(flags, is_amd, want, monkeypatch):
     monkeypatch.setattr(rule, "is_wide_amd_cpu", lambda: is_amd)
     config = facts_of(flags).config
-    assert rule.keeps_probabilities(config) == want
+    assert rule.keeps_probabilities(config, llama()) == want
     assert ("blocked" in run_kernels(config, torch.device("cpu")).attention) == want
 
 
@@ -196,7 +196,7 @@ def test_where_a_run_on_a_cpu_takes_it(flags, is_amd, want, monkeypatch):
 def test_an_automatic_dtype_is_that_of_the_cpu(instructions, why, monkeypatch):
     monkeypatch.setattr(rule, "bfloat16_instructions", lambda: instructions)
     config = facts_of(["--training.mixed_precision_param", "auto", "--training.seq_len", "256"]).config
-    assert rule.obstacle(config)[0] == why
+    assert rule.obstacle(config, llama())[0] == why
 
 
 def test_a_gpu_never_takes_it():

@@ -10,7 +10,6 @@ from crius.models.layers import CausalAttention
 from crius.parallel.context import (
     ContextShard,
     GatheredAttention,
-    _attend,
     _chunks,
     _split,
     apply_context_parallel,
@@ -88,7 +87,7 @@ def test_the_last_queries_get_what_they_get_among_all(num_queries):
     q = torch.randn(2, 12, 4, 8, generator=generator)
     k, v = (torch.randn(2, 12, 2, 8, generator=generator) for _ in range(2))
     want = CausalAttention()(q, k, v, None)[:, -num_queries:]
-    got = _attend(q[:, -num_queries:], k, v, None, has_flash=True)
+    got = GatheredAttention(ContextShard(None, "all_gather"), CausalAttention()).attend(q[:, -num_queries:], k, v, None)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)  # another kernel path, values of about 1 in float32
 
 
@@ -99,7 +98,7 @@ def test_every_rank_computes_as_many_scores(rank, masked):
     q, k = torch.ones(1, 8, 4, 8), torch.ones(1, 8, 2, 8)
     mask = torch.ones(1, 1, 8, 24, dtype=torch.bool) if masked else None
     with CountScores() as counter:
-        assert GatheredAttention(OneOfThree(rank))(q, k, k, mask).shape == q.shape
+        assert GatheredAttention(OneOfThree(rank), CausalAttention())(q, k, k, mask).shape == q.shape
     assert counter.scores == 8 * 24 * 7 // 12
 
 

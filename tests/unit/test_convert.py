@@ -21,6 +21,7 @@ from crius.errors import CheckpointError, ConfigError
 from crius.kernels.cpu.pointwise import rotary
 from crius.launch.local import run_workers
 from crius.models.layers import rotary_cos_sin, rotary_frequencies
+from crius.models.rope import Rope
 from crius.parallel.runtime import world
 from crius.tools.convert.convert import convert
 from crius.tools.convert.dcp import read_dcp
@@ -273,7 +274,9 @@ def test_rotary_pairs_give_the_same_attention_scores(tmp_path):
     save_dcp(dict(names), tmp_path / "source")
     convert(str(tmp_path / "source"), str(tmp_path / "to"), step=1, rotary_pairs=HEAD_DIM)
     found = tensors_of(tmp_path / "to" / "step-00000001")
-    turns = rotary_cos_sin(torch.arange(6)[None], rotary_frequencies(HEAD_DIM, 10_000.0, torch.device("cpu")))
+    turns = rotary_cos_sin(
+        torch.arange(6)[None], rotary_frequencies(Rope(theta=10_000.0, dim=HEAD_DIM), torch.device("cpu"))
+    )
 
     def crius_scores(q, k):
         return torch.einsum("bqnh,bknh->bnqk", rotary(q, *turns), rotary(k, *turns))

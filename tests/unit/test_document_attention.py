@@ -139,6 +139,9 @@ def test_a_batch_without_ends_takes_another_kernel_and_is_counted(order, kind, m
     assert made == {"varlen": 1, "flex" if kind is BlockMask else "sdpa": 1}
 
 
+DOCUMENT = ("--model.attention_mask", "document")
+
+
 @pytest.mark.parametrize(
     ("order", "seq_len", "flags", "most"),
     [
@@ -148,11 +151,12 @@ def test_a_batch_without_ends_takes_another_kernel_and_is_counted(order, kind, m
         (("varlen",), 256, [], 256),
         (("flash", "efficient", "math"), 8192, [], 0),
         ((), 8192, [], 0),
+        (("varlen", "flex"), 8192, ["--model.attention_mask", "causal"], 0),  # windows, of whole rows
     ],
 )
 def test_how_many_documents_a_row_may_have(order, seq_len, flags, most):
     with applied(Choice(attention=order)):
-        assert most_documents(parse(["--training.seq_len", str(seq_len), *flags])) == most
+        assert most_documents(parse([*DOCUMENT, "--training.seq_len", str(seq_len), *flags])) == most
 
 
 def test_any_number_of_documents_is_one_graph():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import parse
+from harness import llama, parse
 from torch._inductor.codecache import PyCodeCache
 
 from crius.config.layout import Layout
@@ -104,7 +104,7 @@ def watch_on(device, *flags):
     config = parse(flags)
     mesh = SimpleNamespace(layout=Layout.of(config.parallelism, 1), tp=None)
     return effects.EffectWatch(
-        SimpleNamespace(config=config, mesh=mesh, ranks=_Gpu(0, 1, torch.device(device))), strict=False
+        SimpleNamespace(config=config, facts=llama(), mesh=mesh, ranks=_Gpu(0, 1, torch.device(device))), strict=False
     )
 
 

@@ -26,9 +26,9 @@ from crius.errors import CheckpointError, ConfigError, DataError
 from crius.interop.casting import cast
 from crius.interop.context import handed_on, longest_context
 from crius.interop.weights import open_weights
-from crius.models.config import RopeScaling, rope_scaling_text
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import SPECS, families
+from crius.models.rope import Llama3Scaling, rope_scaling_text
 from crius.tools.convert import exporting, logits
 from crius.tools.convert.dcp_out import export_dcp
 from crius.tools.convert.exporting import export_model, open_source
@@ -342,7 +342,7 @@ def test_memory_is_less_than_twice_the_largest_tensor(tmp_path, alone, dtype):
 
 def test_a_stretched_context_is_long_enough_for_transformers(run_dir, tmp_path, alone):
     source = open_source(str(run_dir), -1)
-    model = dict(source.weights.model) | {"rope_scaling": rope_scaling_text(RopeScaling(factor=4.0))}
+    model = dict(source.weights.model) | {"rope_scaling": rope_scaling_text(Llama3Scaling(factor=4.0))}
     export_model(replace(source, weights=replace(source.weights, model=model)), str(tmp_path / "hf"))
     assert AutoConfig.from_pretrained(tmp_path / "hf").max_position_embeddings == 32768
 

@@ -16,9 +16,9 @@ from crius.config.rules import plain_name
 from crius.config.toml_file import to_toml
 from crius.errors import ConfigError
 from crius.host import Machine
-from crius.models.config import RopeScaling
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import families
+from crius.models.rope import Llama3Scaling
 from crius.train import inputs
 from crius.train.inputs import describe_model, describe_rows
 
@@ -51,7 +51,7 @@ def test_a_file_says_architecture_and_sizes(tmp_path):
     assert model.name == "llama3/custom"
     assert (config.dim, config.ffn_dim, config.num_layers, config.num_heads, config.num_kv_heads) == (48, 192, 2, 6, 3)
     assert (config.head_dim, config.vocab_size, config.norm_eps, config.rope_theta) == (8, 640, 1e-5, 5e5)
-    assert config.tied_embeddings and config.rope_scaling == RopeScaling(factor=8.0)
+    assert config.tied_embeddings and config.rope_scaling == Llama3Scaling(factor=8.0)
 
 
 @pytest.mark.parametrize(
@@ -102,18 +102,24 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
     assert f"as in model.vocab_size 640, with the sizes of {tmp_path}" in describe_rows(kept, 640, 257)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+OLMO3 = {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "rope_scaling": ...}
+SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         (
-            {"model_type": "mistral"},
-            'has model_type "mistral", not the model_type of llama3, mixtral, qwen3 or qwen3_moe',
+            {"model_type": "gemma"},
+            'has model_type "gemma", not the model_type of gemma3, granite, llama3, mistral, mixtral',
         ),
-        ({"model_type": "gemma3"}, "use a config.json of llama, mixtral, qwen3 or qwen3_moe"),
+        ({"model_type": "gemma3"}, "use a config.json of gemma3_text, granite, llama, mistral, mixtral, olmo2"),
         ({"model_type": ...}, "has model_type null"),
         ({"architectures": ["LlamaForSequenceClassification"]}, 'only ["LlamaForCausalLM"] is supported'),
-        ({"attention_bias": True}, "attention_bias true is not supported, only false is"),
-        ({"mlp_bias": True}, "mlp_bias true"),
+        ({"attention_bias": 1}, "attention_bias is 1, not true or false"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias true is not supported, only false is"),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported, only "silu" is'),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"use_sliding_window": True}, "use_sliding_window true"),
@@ -121,9 +127,26 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
         ({"layer_types": ["full_attention"]}, 'layer_types ["full_attention"] is not supported'),
         ({"layer_types": 5}, "layer_types 5 is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by kind of layer"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not supported'),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 'rope_type "linear" is not supported'),
-        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_theta": 1e4}}, 'rope_type "yarn"'),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 'rope_type "dynamic" is not supported'),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_type linear needs a factor of at least 1"),
+        (
+            {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_theta": 1e4}},
+            "rope_type yarn needs factor",
+        ),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "rope_type yarn needs truncate, true or false, not 1"),
+        ({"rope_scaling": YARN | {"beta_slow": 32}}, "at least 1, and beta_slow below beta_fast"),
+        (MISTRAL | {"sliding_window": "4"}, 'sliding_window is "4", not a whole number above 0'),
+        (
+            OLMO3 | {"layer_types": ["full_attention"]},
+            "is not one of full_attention and sliding_attention for each layer",
+        ),
+        (OLMO3 | {"sliding_window": None}, "layer_types has sliding_attention, but there is no sliding_window"),
+        (OLMO3 | {"rope_parameters": {"full_attention": {}, "near": {}}}, "differ by kind of layer"),
+        (
+            OLMO3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            'rope_type "linear" of sliding_attention is not supported',
+        ),
+        (SMOLLM3 | {"no_rope_layers": [2, 1]}, "no_rope_layers [2, 1] is not 0 or 1 for each layer"),
         ({"rope_scaling": LLAMA3_SCALING | {"factor": 10**400}}, "needs factor, a positive number, not 1000"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type llama3 needs low_freq_factor"),
         ({"rope_scaling": "llama3"}, 'rope_scaling "llama3" is not an object'),
@@ -166,8 +189,8 @@ def test_a_value_at_the_edge_of_what_is_built_is_taken_or_named(tmp_path, change
 
 
 def test_all_that_does_not_fit_is_said_together(tmp_path, capsys):
-    said = refused(capsys, write(tmp_path, mlp_bias=True, hidden_size=..., rope_scaling={"rope_type": "yarn"}))
-    assert all(part in said for part in ("mlp_bias true", "it has no hidden_size", 'rope_type "yarn"'))
+    said = refused(capsys, write(tmp_path, hidden_act="relu", hidden_size=..., rope_scaling={"rope_type": "yarn"}))
+    assert all(part in said for part in ('hidden_act "relu"', "it has no hidden_size", "rope_type yarn needs"))
     assert "--model.from_hf" in said
 
 
@@ -303,7 +326,13 @@ def test_a_custom_flavor_is_made_of_the_sizes_given():
     [
         ([*CUSTOM, *SIZES], "flavor custom has no sizes of its own, and ffn_dim is not given"),
         (["--model.rope_scaling", "yes"], "model.rope_scaling yes is not valid"),
-        (["--model.rope_scaling", '{"rope_type": "yarn"}'], 'rope_type "yarn" is not supported'),
+        (["--model.rope_scaling", '{"rope_type": "dynamic"}'], 'rope_type "dynamic" is not supported'),
+        (["--model.words", "yes"], "model.words yes is not valid"),
+        (["--model.words", '{"qkv_bias": 1}'], "qkv_bias 1 is neither true nor false"),
+        (["--model.words", '{"norms": "around"}'], 'norms "around" is none of pre, post, both'),
+        (["--model.words", '{"pattern": [{"window": 0.5}]}'], "window 0.5 is no whole number"),
+        (["--model.words", '{"pattern": [{"width": 5}]}'], "a kind of layers has only window, rope_theta, stretched"),
+        (["--model.words", '{"dim": 5}'], 'there is no word "dim"; the words are pattern, rotary_share'),
         (
             ["--model.rope_scaling", '{"frequencies": "float16"}'],
             'frequencies "float16" is not supported, only float32',
@@ -319,5 +348,5 @@ def test_what_cannot_be_taken_names_its_flag(flags, said):
 
 def test_rope_scaling_is_given_and_taken_away():
     given = describe_model(parse(["--model.rope_scaling", json.dumps(LLAMA3_SCALING)])).config.rope_scaling
-    assert given == describe_model(parse(["--model.flavor", "8b"])).config.rope_scaling == RopeScaling(factor=8.0)
+    assert given == describe_model(parse(["--model.flavor", "8b"])).config.rope_scaling == Llama3Scaling(factor=8.0)
     assert describe_model(parse(["--model.flavor", "8b", "--model.rope_scaling", "none"])).config.rope_scaling is None

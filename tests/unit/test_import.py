@@ -19,9 +19,9 @@ from crius.cli.app import SOURCES
 from crius.errors import ConfigError, CriusError
 from crius.interop.weights import open_weights
 from crius.kernels import choice
-from crius.models.config import rope_scaling_of
-from crius.models.layers import float32_frequencies
+from crius.models.layers import rotary_frequencies
 from crius.models.registry import build
+from crius.models.rope import Rope, rope_scaling_of
 from crius.tools.convert import exporting, importing
 from crius.train.inputs import check_resume, describe_model, open_initial
 
@@ -271,7 +271,8 @@ def test_rounded_frequencies_have_the_bits_of_transformers(changes, head_dim):
     config = transformers.LlamaConfig(head_dim=head_dim, max_position_embeddings=131_072, rope_parameters=rope)
     want = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
     scaling = rope_scaling_of(rope)
-    assert torch.equal(float32_frequencies(head_dim, rope["rope_theta"], scaling), want)
+    ours = Rope(theta=rope["rope_theta"], dim=head_dim, scaling=scaling, is_float32=True)
+    assert torch.equal(rotary_frequencies(ours, torch.device("cpu")), want)
 
 
 def test_the_mark_of_an_import_goes_with_its_weights(folder, tmp_path, monkeypatch, capsys):

@@ -206,7 +206,7 @@ def test_ranks_that_share_out_the_heads_compute_all_of_them(num_kv_heads, monkey
 
     def work(world):
         parts = (x.chunk(4, dim=1)[world.rank] for x in (q, k, v))
-        return context.HeadsAttention(SimpleNamespace(degree=4, mesh=world))(*parts, None)
+        return context.HeadsAttention(SimpleNamespace(degree=4, mesh=world), CausalAttention())(*parts, None)
 
     got = torch.cat(on_ranks(4, work), dim=1)
     torch.testing.assert_close(got, CausalAttention()(q, k, v, None), rtol=0, atol=1e-6)

@@ -1,6 +1,6 @@
 """Llama 3 as a model: its sizes, what a token may see, and that plan, init rules and FLOPs fit it."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from crius.config.parallelism import ParallelismConfig
 from crius.errors import PlanError
 from crius.models import registry
 from crius.models.adapted import Adapted
-from crius.models.config import RopeScaling, resized
+from crius.models.config import resized
 from crius.models.decoder import Block, check_decoder
 from crius.models.description import Buffer
-from crius.models.layers import DocumentMask, Linear, float32_frequencies, rotary_frequencies, stretched_frequencies
+from crius.models.layers import DocumentMask, Linear, rotary_frequencies
 from crius.models.plan import match
+from crius.models.rope import Llama3Scaling, Rope
 from crius.parallel.allocate import allocate
 from crius.parallel.fsdp import plan_units
 from crius.parallel.init import init_parameters, init_rules
@@ -100,7 +101,7 @@ def test_flavor_has_the_published_frequencies_and_norms(name, flavor):
     """``rope_scaling`` is that of Llama 3.1, but for the factor of 3.2."""
     config = registry.SPECS[name].describe(flavor).config
     factor = 32.0 if flavor == "1b" else 8.0
-    scaling = RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    scaling = Llama3Scaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
     assert (config.rope_theta, config.norm_eps) == BASES[name]
     assert config.rope_scaling == (scaling if name == "llama3" else None)
 
@@ -110,7 +111,7 @@ def test_flavors_of_tests_and_benchmarks_keep_their_sizes(name, flavor):
     facts = registry.SPECS[name].describe(flavor)
     assert (facts.num_parameters, facts.num_active_parameters) == OURS[name, flavor]
     assert facts.config.rope_theta == (1e4 if flavor == "6m" else BASES[name][0])
-    assert facts.attention.has_head_norms == name.startswith("qwen3")
+    assert facts.attention.qk_norm == ("head" if name.startswith("qwen3") else "none")
     assert registry.families()[name].splits_rows == (facts.num_experts > 0)
 
 
@@ -124,7 +125,7 @@ def test_models_that_are_planned_only_have_the_published_numbers_of_parameters(n
 def test_facts_count_what_the_debug_model_has(tied):
     facts = llama(tied_embeddings=tied, vocab_size=301, num_layers=3)
     assert sum(parameter.numel() for parameter in meta_model(facts).parameters()) == facts.num_parameters
-    modules = facts.modules(16.0)
+    modules = facts.modules(31)
     assert [module.name for module in modules] == [
         "tok_embeddings",
         "layers.0",
@@ -134,8 +135,8 @@ def test_facts_count_what_the_debug_model_has(tied):
         "output",
     ]
     assert sum(module.parameters for module in modules) == facts.num_parameters
-    assert sum(module.flops_per_token for module in modules) == facts.flops_per_token(16.0)
-    in_a_pipeline = sum(module.parameters for module in facts.modules(16.0, is_cut=True))
+    assert sum(module.flops_per_token for module in modules) == facts.flops_per_token(31)
+    in_a_pipeline = sum(module.parameters for module in facts.modules(31, is_cut=True))
     assert in_a_pipeline == facts.num_parameters + tied * facts.vocab_size * facts.dim, "both stages have the weight"
 
 
@@ -166,7 +167,7 @@ def test_flops_per_token_is_the_hand_count_of_the_linear_layers(tied):
     # a multiply-add is 2 FLOPs; the backward does each matmul twice, for its input and for its weight
     attention = facts.num_layers * 2 * facts.num_heads * facts.config.head_dim * 100  # scores and their sum over values
     assert facts.matmul_parameters == weights
-    assert facts.flops_per_token(100) == 3 * 2 * (weights + attention)
+    assert facts.flops_per_token(199) == 3 * 2 * (weights + attention)
 
 
 @torch.no_grad()
@@ -174,7 +175,7 @@ def test_flops_per_token_is_what_torch_counts():
     """The plain attention kernel computes the whole square of scores: every token visits all 24."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         started(SMALL)(random_tokens(24, 0))
-    assert 3 * counter.get_total_flops() == SMALL.flops_per_token(24) * 2 * 24
+    assert 3 * counter.get_total_flops() == SMALL.flops_per_token(47) * 2 * 24
 
 
 def test_frozen_weights_cost_a_third_less_and_adapters_as_much_as_weights():
@@ -182,17 +183,20 @@ def test_frozen_weights_cost_a_third_less_and_adapters_as_much_as_weights():
     adapted = replace(SMALL, adapted=Adapted(4, tuple(shapes)))
     assert [weight.unit for weight in adapted.trained] == ["layers.0", "layers.0", "layers.1", "layers.1"]
     assert adapted.num_trained == 4 * (128 + 64 + 384 + 128)
-    frozen = SMALL.flops_per_token(9.0) - 2 * SMALL.matmul_parameters
-    assert adapted.flops_per_token(9.0) == frozen + 6 * adapted.num_trained
+    frozen = SMALL.flops_per_token(17) - 2 * SMALL.matmul_parameters
+    assert adapted.flops_per_token(17) == frozen + 6 * adapted.num_trained
 
 
-@pytest.mark.parametrize("scaling", [None, RopeScaling(factor=8.0), RopeScaling(factor=2.0, low_freq_factor=3.0)])
+@pytest.mark.parametrize("scaling", [None, Llama3Scaling(factor=8.0), Llama3Scaling(factor=2.0, low_freq_factor=3.0)])
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 def test_both_forms_of_the_frequencies_are_the_same_numbers(theta, scaling):
     """One is written as the paper has it, in float64, the other as transformers computes it."""
-    plain = rotary_frequencies(64, theta, torch.device("cpu"))
-    got = stretched_frequencies(plain, **asdict(scaling)) if scaling else plain
-    torch.testing.assert_close(got.float(), float32_frequencies(64, theta, scaling), rtol=1e-6, atol=0)
+    rope = Rope(theta=theta, dim=64, scaling=scaling)
+    device = torch.device("cpu")
+    plain = rotary_frequencies(replace(rope, scaling=None), device)
+    got = rotary_frequencies(rope, device)
+    rounded = rotary_frequencies(replace(rope, is_float32=True), device)
+    torch.testing.assert_close(got.float(), rounded, rtol=1e-6, atol=0)
     assert plain[0] == got[0] == 1.0
     assert plain[31].item() == pytest.approx(theta ** (-62 / 64), rel=1e-12)
     if scaling and theta == 5e5:
@@ -426,7 +430,7 @@ def test_a_block_that_breaks_the_contract_is_told_all_of_it_at_once():
         "the described weight layers.0.ffn_norm.weight (128,) is not in the model",
         "parameter layers.0.attention.wo.weight is (129, 128), described as (128, 128)",
         "layers.0.feed_forward.w1 is a Linear, not crius.models.layers.Linear",
-        "layers.0.feed_forward.w1 has a bias",
+        "parameter layers.0.feed_forward.w1.bias (384,) is not in the description",
         "layers.0.feed_forward.dropout is a dropout",
         "buffer layers.0.seen (2,) float32 is not in the description",
         "row 'layers.*.ffn_norm' matches no module",

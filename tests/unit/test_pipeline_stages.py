@@ -36,7 +36,7 @@ def pipeline(degree, schedule="1f1b", **fields):
 
 
 def modules(num_layers, **sizes):
-    return llama(num_layers=num_layers, **sizes).modules(16.0)
+    return llama(num_layers=num_layers, **sizes).modules(31)
 
 
 def layers(stages):
@@ -257,7 +257,7 @@ def test_a_pruned_model_keeps_its_parameter_names():
     with torch.device("meta"):
         whole = registry.build(facts)
     names = []
-    for stage in split_stages(facts.modules(16.0), 2, pipeline(2)):
+    for stage in split_stages(facts.modules(31), 2, pipeline(2)):
         with torch.device("meta"):
             part = registry.build(facts)
         prune(part, stage)

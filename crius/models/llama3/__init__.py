@@ -6,9 +6,9 @@ map by name alone, without a permutation.
 
 from dataclasses import dataclass
 
-from crius.models.config import DecoderConfig, RopeScaling
-from crius.models.huggingface import HuggingFace
-from crius.models.plan import ShardingPlan, decoder_plan
+from crius.models.config import DecoderConfig
+from crius.models.huggingface import ATTENTION_BIAS, MLP_BIAS, NAMES, HuggingFace
+from crius.models.rope import Llama3Scaling
 from crius.models.spec import ModelSpec
 
 
@@ -19,7 +19,7 @@ class Llama3Config(DecoderConfig):
     vocab_size: int = 128_256
 
 
-_LLAMA_3_1 = RopeScaling(factor=8.0)
+_LLAMA_3_1 = Llama3Scaling(factor=8.0)
 
 FLAVORS: dict[str, Llama3Config] = {
     "debug": Llama3Config(dim=128, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=384, vocab_size=512),
@@ -32,7 +32,7 @@ FLAVORS: dict[str, Llama3Config] = {
         num_heads=32,
         num_kv_heads=8,
         ffn_dim=8192,
-        rope_scaling=RopeScaling(factor=32.0),
+        rope_scaling=Llama3Scaling(factor=32.0),
         tied_embeddings=True,
     ),
     "8b": Llama3Config(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14_336, rope_scaling=_LLAMA_3_1),
@@ -42,32 +42,13 @@ FLAVORS: dict[str, Llama3Config] = {
     ),
 }
 
-NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
-    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
-    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
-    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
-    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-
 HF = HuggingFace(
     model_type="llama",
     architecture="LlamaForCausalLM",
     names=NAMES,
+    sizes=(*ATTENTION_BIAS, MLP_BIAS),
     defaults={"norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
 )
 
 
-def plan(config: Llama3Config) -> ShardingPlan:
-    """The plan of the plain decoder."""
-    return decoder_plan(tied_embeddings=config.tied_embeddings)
-
-
-SPEC = ModelSpec(name="llama3", flavors=FLAVORS, plan=plan, hf=HF)
+SPEC = ModelSpec(name="llama3", flavors=FLAVORS, hf=HF)

@@ -6,9 +6,8 @@ Flavors have the published sizes, from config.json on the Hugging Face hub. The 
 from dataclasses import dataclass
 
 from crius.models.config import RoutedConfig
+from crius.models.huggingface import NAMES as PLAIN
 from crius.models.huggingface import HuggingFace, Size
-from crius.models.llama3 import NAMES as LLAMA3
-from crius.models.plan import ShardingPlan, decoder_plan
 from crius.models.spec import ModelSpec
 
 
@@ -38,7 +37,7 @@ FLAVORS: dict[str, MixtralConfig] = {
 }
 
 NAMES = {
-    **{name: theirs for name, theirs in LLAMA3.items() if ".feed_forward." not in name},
+    **{name: theirs for name, theirs in PLAIN.items() if ".feed_forward." not in name},
     "layers.*.feed_forward.router.weight": "model.layers.*.block_sparse_moe.gate.weight",
     "layers.*.feed_forward.experts.w1": "model.layers.*.block_sparse_moe.experts.#.w1.weight",
     "layers.*.feed_forward.experts.w2": "model.layers.*.block_sparse_moe.experts.#.w2.weight",
@@ -66,9 +65,4 @@ HF = HuggingFace(
 )
 
 
-def plan(config: MixtralConfig) -> ShardingPlan:
-    """The plan of a decoder with experts."""
-    return decoder_plan(tied_embeddings=config.tied_embeddings, dense_layers=range(config.num_dense_layers))
-
-
-SPEC = ModelSpec(name="mixtral", flavors=FLAVORS, plan=plan, block="crius.models.moe:RoutedBlock", hf=HF)
+SPEC = ModelSpec(name="mixtral", flavors=FLAVORS, hf=HF)

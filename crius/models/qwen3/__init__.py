@@ -6,11 +6,9 @@ parameters have Llama's names, with two more norms.
 
 from dataclasses import dataclass
 
-from crius.models.config import DecoderConfig, decoder_layer, feed_forward, gqa
-from crius.models.description import Layer
-from crius.models.huggingface import HuggingFace
-from crius.models.llama3 import NAMES as LLAMA3
-from crius.models.plan import ShardingPlan, decoder_plan
+from crius.models.config import DecoderConfig
+from crius.models.description import Norm
+from crius.models.huggingface import ATTENTION_BIAS, NAMES, HuggingFace
 from crius.models.spec import ModelSpec
 
 
@@ -22,11 +20,7 @@ class Qwen3Config(DecoderConfig):
     head_dim: int = 128
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
-
-    def layer(self) -> Layer:
-        """A plain decoder layer with norms of queries and keys."""
-        attention = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim, head_norms=True)
-        return decoder_layer(self.dim, attention, feed_forward(self.dim, self.ffn_dim))
+    qk_norm: Norm = "head"
 
 
 FLAVORS: dict[str, Qwen3Config] = {
@@ -39,25 +33,13 @@ FLAVORS: dict[str, Qwen3Config] = {
     "32b": Qwen3Config(dim=5120, num_layers=64, num_heads=64, num_kv_heads=8, ffn_dim=25_600),
 }
 
-NAMES = {
-    **LLAMA3,
-    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
-    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
-}
-
 HF = HuggingFace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     names=NAMES,
+    sizes=ATTENTION_BIAS,
+    config=Qwen3Config,
     defaults={"num_kv_heads": 32, "head_dim": 128, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
 )
 
-ROWS = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
-
-
-def plan(config: Qwen3Config) -> ShardingPlan:
-    """The plan of the plain decoder. Every rank has the norms of queries and keys."""
-    return decoder_plan(tied_embeddings=config.tied_embeddings, rows=ROWS)
-
-
-SPEC = ModelSpec(name="qwen3", flavors=FLAVORS, plan=plan, block="crius.models.qwen3.block:Qwen3Block", hf=HF)
+SPEC = ModelSpec(name="qwen3", flavors=FLAVORS, hf=HF)

@@ -6,10 +6,9 @@ Flavors have the published sizes, from config.json on the Hugging Face hub. The 
 from dataclasses import dataclass
 
 from crius.models.config import RoutedConfig
-from crius.models.huggingface import HuggingFace, Size
-from crius.models.plan import ShardingPlan, decoder_plan
-from crius.models.qwen3 import NAMES as QWEN3
-from crius.models.qwen3 import ROWS, Qwen3Config
+from crius.models.huggingface import ATTENTION_BIAS, HuggingFace, Size
+from crius.models.huggingface import NAMES as PLAIN
+from crius.models.qwen3 import Qwen3Config
 from crius.models.spec import ModelSpec
 
 
@@ -54,18 +53,8 @@ FLAVORS: dict[str, Qwen3MoEConfig] = {
 }
 
 
-def plan(config: Qwen3MoEConfig) -> ShardingPlan:
-    """The plan of a decoder with experts. Every rank has the norms of queries and keys."""
-    return decoder_plan(
-        tied_embeddings=config.tied_embeddings,
-        rows=ROWS,
-        dense_layers=range(config.num_dense_layers),
-        shared_experts=config.shared_ffn_dim > 0,
-    )
-
-
 NAMES = {
-    **{name: theirs for name, theirs in QWEN3.items() if ".feed_forward." not in name},
+    **{name: theirs for name, theirs in PLAIN.items() if ".feed_forward." not in name},
     "layers.*.feed_forward.router.weight": "model.layers.*.mlp.gate.weight",
     "layers.*.feed_forward.experts.w1": "model.layers.*.mlp.experts.#.gate_proj.weight",
     "layers.*.feed_forward.experts.w2": "model.layers.*.mlp.experts.#.down_proj.weight",
@@ -76,7 +65,9 @@ HF = HuggingFace(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     names=NAMES,
+    config=Qwen3MoEConfig,
     sizes=(
+        *ATTENTION_BIAS,
         Size("num_experts", "num_experts", int, True, "num_local_experts"),  # the latter since transformers 5
         Size("num_experts_per_tok", "top_k", int, True),
         Size("moe_intermediate_size", "expert_ffn_dim", int, True),
@@ -94,6 +85,4 @@ HF = HuggingFace(
     },
 )
 
-SPEC = ModelSpec(
-    name="qwen3_moe", flavors=FLAVORS, plan=plan, block="crius.models.qwen3_moe.block:Qwen3MoEBlock", hf=HF
-)
+SPEC = ModelSpec(name="qwen3_moe", flavors=FLAVORS, hf=HF)

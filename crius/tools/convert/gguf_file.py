@@ -15,9 +15,9 @@ from crius.interop.foreign import check_key, check_shape, open_inside
 from crius.interop.kept import BOS_ID, CONFIG, CONTEXT, EOS_ID
 from crius.interop.unpickle import refusal
 from crius.interop.weights import Weights, check_tensors, hash_files, settled
-from crius.models.config import rope_scaling_text
 from crius.models.huggingface import config_of
 from crius.models.registry import families
+from crius.models.rope import rope_scaling_text
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import in_halves
 

@@ -87,7 +87,7 @@ def dry_run(
         microbatch=f"{job.sizes.local} x {config.training.seq_len}",
         stages=stages,
         ranks=ranks,
-        model_flops=job.facts.flops_per_token((config.training.seq_len + 1) / 2) * tokens / num_ranks,
+        model_flops=job.facts.flops_per_token(config.training.seq_len) * tokens / num_ranks,
         notes=[*_measured(extrapolation, job), *lines, *left_out],
         seconds=time.monotonic() - started,
     )

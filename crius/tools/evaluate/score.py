@@ -110,8 +110,14 @@ def _hidden(model: Decoder, tokens_BT: Tensor, positions_BT: Tensor, branches_BT
     count = tokens_BT.shape[1]
     order = torch.arange(count, device=tokens_BT.device)
     is_shared = (branches_BT[:, None] == 0) | (branches_BT[:, None] == branches_BT[:, :, None])
+    distance = positions_BT[:, :, None] - positions_BT[:, None]
+
+    def mask(window: int) -> Tensor:
+        sees_BTT = (order <= order[:, None]) & is_shared
+        return (sees_BTT & (distance < window) if window else sees_BTT)[:, None]
+
     with cached(model, count) as cache:
-        cache.mask = ((order <= order[:, None]) & is_shared)[:, None]
+        cache.own_mask = mask
         return model.hidden(tokens_BT, positions_BT)
 
 

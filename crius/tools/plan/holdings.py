@@ -111,7 +111,7 @@ def stage_layers(model: ModelDescription, stages: int, seq_len: int) -> tuple[in
     """Layers of each of ``stages``, as a run balances them."""
     if stages > model.num_layers:
         return (1,) * stages
-    return layers_of_stages(split_stages(model.modules((seq_len + 1) / 2), stages, ParallelismConfig()))
+    return layers_of_stages(split_stages(model.modules(seq_len), stages, ParallelismConfig()))
 
 
 MIN_QUANTIZED = 4096

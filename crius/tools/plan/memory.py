@@ -98,7 +98,9 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     scores = 4 * attention.num_heads / tp * (seen or 1)
     dense_width = ffn.width / tp
     per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
-    headwise = (queries + num_kv_heads * attention.head_dim) * attention.has_head_norms  # input of the heads' norms
+    headwise = (queries + num_kv_heads * attention.head_dim) * (
+        attention.qk_norm != "none"
+    )  # input of the heads' norms
     kept = kept_by(workload.model)
     routed = ffn.top_k * ffn.expert_width / tp
     is_whole = ffn.num_experts > 0 and not workload.splits_experts
@@ -123,7 +125,7 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
         selective = min(none, selective + 3 * dispatched + routed)  # sent, computed and sent back
     has_norms = pointwise in ("operators", "norms")
     normed = _norm_bytes(workload) * (2 * source + headwise) * has_norms
-    statistics = (2 + (attention.num_heads + attention.num_kv_heads) * attention.has_head_norms) / tp
+    statistics = (2 + (attention.num_heads + attention.num_kv_heads) * (attention.qk_norm == "head")) / tp
     normed += 4 * statistics * has_norms
     # the gradients of a gate's factors; in bfloat16 also the casts of its operators
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)

@@ -59,7 +59,7 @@ class Candidate:
         if hardware.generation == "cpu":
             return None
         # a token of a run sees (seq_len + 1) / 2 tokens on average, with itself
-        flops = self.workload.model.flops_per_token((self.workload.seq_len + 1) / 2)
+        flops = self.workload.model.flops_per_token(self.workload.seq_len)
         return self.tokens_per_second * flops / hardware.bfloat16_flops
 
     def headroom(self, hardware: Hardware) -> float:

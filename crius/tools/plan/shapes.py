@@ -8,10 +8,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from crius.config.load import did_you_mean
 from crius.errors import ConfigError, CriusError
-from crius.models.config import DecoderConfig, decoder_layer, feed_forward, gqa, routed_feed_forward
+from crius.models.config import WORDS, DecoderConfig, decoder_layer, feed_forward, gqa, routed_feed_forward
 from crius.models.description import Attention, Layer, ModelDescription, Weight
 from crius.models.plan import decoder_plan
 from crius.models.registry import SPECS
+from crius.models.rope import Rope
 from crius.models.spec import described
 
 # Multi-head latent attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, 2412.19437)
@@ -21,9 +22,6 @@ MLA_LITE_DIM = 2048  # V2-Lite and other narrow models do not compress the query
 _ROWS = {
     "layers.*.attention.wq_b": "colwise",
     "layers.*.attention.wkv_b": "colwise",
-    "layers.*.feed_forward.shared.w1": "colwise",
-    "layers.*.feed_forward.shared.w3": "colwise",
-    "layers.*.feed_forward.shared.w2": "rowwise",
 }
 
 
@@ -53,33 +51,35 @@ class PlannedConfig(DecoderConfig):
     head_norms: bool = False
     biases: bool = False
 
-    def layers(self) -> tuple[tuple[int, Layer], ...]:
-        """Layers with a dense feed-forward, then layers with experts."""
+    def layer(self, index: int) -> Layer:
+        """A layer with a dense feed-forward, or with experts after the first ``num_dense_layers``."""
         attention = self._mla() if self.attention == "mla" else self._gqa()
-        dense = self.num_dense_layers if self.num_experts else self.num_layers
-        wide = feed_forward(self.dim, self.ffn_dim, gated=self.gated)
-        found = [(dense, decoder_layer(self.dim, attention, wide))] if dense else []
-        if dense < self.num_layers:
-            experts = routed_feed_forward(
-                self.dim,
-                num_experts=self.num_experts,
-                top_k=self.top_k,
-                width=self.expert_ffn_dim,
-                shared_width=self.shared_ffn_dim,
-                gated=self.gated,
-                biases=self.biases,
-            )
-            found.append((self.num_layers - dense, decoder_layer(self.dim, attention, experts)))
-        return tuple(found)
+        if not self.num_experts or index < self.num_dense_layers:
+            return decoder_layer(self.dim, attention, feed_forward(self.dim, self.ffn_dim, gated=self.gated))
+        experts = routed_feed_forward(
+            self.dim,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            width=self.expert_ffn_dim,
+            shared_width=self.shared_ffn_dim,
+            gated=self.gated,
+            biases=self.biases,
+        )
+        return decoder_layer(self.dim, attention, experts)
 
     def _gqa(self) -> Attention:
-        found = gqa(self.dim, self.num_heads, self.num_kv_heads, self.head_dim, head_norms=self.head_norms)
-        if not self.biases:
-            return found
-        linears = [weight for weight in found.weights if weight.kind == "linear"]
-        extra = [Weight(weight.name.replace("weight", "bias"), weight.shape[:1], "bias") for weight in linears]
-        sinks = Weight("sinks", (self.num_heads,), "bias")
-        return dataclasses.replace(found, weights=(*found.weights, *extra, sinks))
+        found = gqa(
+            self.dim,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            rope=Rope(theta=self.rope_theta, dim=self.head_dim),
+            qk_norm="head" if self.head_norms else "none",
+            qkv_bias=self.biases,
+            o_bias=self.biases,
+        )
+        sinks = (Weight("sinks", (self.num_heads,), "bias"),) if self.biases else ()
+        return dataclasses.replace(found, weights=(*found.weights, *sinks))
 
     def _mla(self) -> Attention:
         queries, latent = self.num_heads * self.head_dim, MLA_KEY_RANK + MLA_ROPE_DIM
@@ -95,7 +95,7 @@ class PlannedConfig(DecoderConfig):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             value_dim=MLA_VALUE_DIM,
-            rotary_dim=MLA_ROPE_DIM,
+            rope=Rope(theta=self.rope_theta, dim=MLA_ROPE_DIM),
             weights=(
                 *(whole if self.dim <= MLA_LITE_DIM else compressed),
                 Weight("wkv_a.weight", (latent, self.dim), "linear"),
@@ -108,7 +108,7 @@ class PlannedConfig(DecoderConfig):
 
 def planned(name: str, config: PlannedConfig, published_parameters: int | None = None) -> ModelDescription:
     """The description of a model that is planned only."""
-    plan = decoder_plan(tied_embeddings=config.tied_embeddings, rows=_ROWS)
+    plan = decoder_plan(config, _ROWS)
     return dataclasses.replace(described(name, config, plan), published_parameters=published_parameters)
 
 
@@ -116,7 +116,7 @@ _TABLES = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encodi
 NOT_TRAINABLE_YET = {name: planned(name, PlannedConfig(**sizes)) for name, sizes in _TABLES.items()}
 """Models with experts, by name."""
 
-_NO_SIZES = ("rope_theta", "rope_scaling", "rope_float32", "norm_eps", "attention_mask")
+_NO_SIZES = ("rope_theta", "rope_scaling", "rope_float32", "norm_eps", "attention_mask", *WORDS)
 _KINDS = {name: kind for name, kind in get_type_hints(PlannedConfig).items() if name not in _NO_SIZES}
 _NEEDED = ("num_layers", "dim", "ffn_dim", "num_heads", "num_kv_heads", "vocab_size")
 

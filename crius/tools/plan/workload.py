@@ -200,7 +200,7 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
     sizes = batch_sizes(training, layout.batch, microbatch_unit(parallelism))
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_option
     float8 = config.quantize.dense.float8
-    modules = facts.modules((training.seq_len + 1) / 2) if layout.pp > 1 else []
+    modules = facts.modules(training.seq_len) if layout.pp > 1 else []
     return Workload(
         model=facts,
         layout=layout,
@@ -229,7 +229,7 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         muon=config.optimizer.name == "muon",
         stage_layers=layers_of_stages(split_stages(modules, num_stages(parallelism), parallelism)) if modules else (),
         keeps_mask=device != "cuda" and layout.cp > 1,
-        keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config),
+        keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config, facts),
         snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
         lora_base=config.lora.base,
     )

@@ -50,7 +50,9 @@ class Difference:
 
     Attributes:
         whole: L2 norm of the difference of all parameters, relative to the norm of the reference's.
-        update: L2 norm of the difference of one parameter, relative to its change in training; the largest.
+        update: L2 norm of the difference of one parameter, relative to its change in training; the largest. A bias of
+            keys does not count: it adds the same number to all scores of a query but for the rotation by positions, so
+            that its gradient is little more than rounding, of which AdamW makes whole steps.
         worst: parameter with the largest update difference.
         moved: L2 norm of the change of the whole reference in training, relative to the norm of its end.
         missing: parameters that the ranks together do not have exactly once.
@@ -98,6 +100,8 @@ def compare(
     differences, ends, moves, held_shares = sums.unbind(dim=1)
     missing = [name for name, held in zip(all_names, held_shares.tolist(), strict=True) if abs(held - 1) > 1e-6]
     each = torch.where(differences > 0, differences / moves, 0.0).sqrt()  # infinite where only one of the two moved
+    judged = torch.tensor([not name.endswith(".attention.wk.bias") for name in all_names])
+    each = torch.where(judged, each, 0.0)
     worst = int(each.argmax())
     return Difference(
         whole=(differences.sum() / ends.sum()).sqrt().item(),
