@@ -98,6 +98,21 @@ def stacked(key: str, rows: Sequence[TensorSource]) -> TensorSource:
     return TensorSource(key, rows[0].dtype, (len(rows), *rows[0].shape), pieces)
 
 
+def rows_from(source: TensorSource, start: int, count: int) -> TensorSource:
+    """Some rows of a tensor that is one piece, as a tensor of their own. Nothing is read."""
+    [piece] = source.pieces
+    shape = (count, *source.shape[1:])
+    size = source.num_bytes // source.shape[0]
+
+    def read_rows(first: int, stop: int) -> memoryview:
+        if piece.read_rows is not None:
+            return piece.read_rows(start + first, start + stop)
+        return piece.read()[(start + first) * size : (start + stop) * size]
+
+    part = Piece((0,) * len(shape), shape, partial(read_rows, 0, count), read_rows, piece.place)
+    return TensorSource(source.key, source.dtype, shape, (part,))
+
+
 def as_array(data: memoryview, shape: Shape, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Bytes as ``(*shape, bytes of a number)``, so that numpy can move numbers of any dtype. No copy."""
     return np.frombuffer(data, dtype=np.uint8).reshape(*shape, ITEM_BYTES[dtype])

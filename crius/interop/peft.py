@@ -7,6 +7,7 @@ from typing import Any
 
 from crius.checkpoint.pieces import TensorSource
 from crius.config.lora import LoraConfig, target_names
+from crius.errors import ConfigError
 from crius.interop.safetensors_file import ADAPTER_FILE, read_safetensors
 from crius.models.description import ModelDescription
 from crius.models.registry import foreign_names
@@ -54,9 +55,18 @@ def foreign_modules(model: str, linears: Iterable[str], **told: str) -> dict[str
         told: ``otherwise`` and ``where``, as ``foreign_names`` takes them.
 
     Raises:
-        ConfigError: some have no name there.
+        ConfigError: some have no name there, or share a layer there.
     """
     _, names = foreign_names(model, [f"{name}.weight" for name in linears], **told)
+    theirs = list(names.values())
+    if joined := sorted({name for name in theirs if theirs.count(name) > 1}):
+        otherwise = told.get("otherwise", "")
+        raise ConfigError(
+            f"{joined[0].removesuffix('.weight')} of {model} in transformers is several layers here.",
+            where=told.get("where", "model.name"),
+            why="one adapter of it would be several here",
+            fix=otherwise or "merge the adapters first: merge_and_unload() in PEFT",
+        )
     return {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in names.items()}
 
 

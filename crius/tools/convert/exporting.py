@@ -163,7 +163,7 @@ def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]
         dtype: torch's name of the dtype of floating-point tensors; empty: unchanged, merged ones as their base.
     """
     wanted = TORCH_NAMES[dtype] if dtype else ""
-    parts = []
+    parts: dict[str, Part] = {}
     newest = _Newest()
     for ours, theirs in names.items():
         tensor = source.weights.tensors[ours]
@@ -171,8 +171,15 @@ def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]
         rows = rows_of(theirs, tensor.shape)
         for number, (name, shape) in enumerate(rows.items()):
             row = None if theirs in rows else number
-            parts.append(Part(name, to, shape, partial(_read, newest, tensor, row, to)))
-    return parts
+            part = Part(name, to, shape, partial(_read, newest, tensor, row, to))
+            parts[name] = _joined(parts[name], part) if name in parts else part
+    return list(parts.values())
+
+
+def _joined(first: Part, second: Part) -> Part:
+    """Two tensors of ours that are one in Hugging Face's files: the rows of the second follow those of the first."""
+    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
+    return Part(first.key, first.dtype, shape, lambda: memoryview(b"".join((first.data(), second.data()))))
 
 
 class _Newest:

@@ -1,0 +1,273 @@
+"""Families of transformers: tiny random models that it wrote compute the same here, and go back as they came."""
+
+import functools
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from crius.interop.weights import open_weights, settled
+from crius.launch.local import run_workers
+from crius.models import registry
+from crius.models.config import WORDS
+from crius.models.decode import generate
+from crius.models.huggingface import config_of, settings_in
+from crius.models.words import parse_words
+from crius.tools.convert.exporting import model_config, open_source, parts_of
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 331
+TOKENS = 40
+TINY = {
+    "hidden_size": 60,
+    "intermediate_size": 100,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 8,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 0,
+    "max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+NEAR = {"rope_type": "default", "rope_theta": 5e5}
+ODD = {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False, "beta_fast": 20, "beta_slow": 2}
+WITHOUT_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+MULTIPLIERS = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+CASES = {
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama_yarn_by_scale": ("Llama", {"rope_parameters": YARN | ODD}),
+    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral_window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3_biases": ("Qwen3", {"attention_bias": True}),
+    "seed_oss": ("SeedOss", WITHOUT_DROPOUT),
+    "seed_oss_out": ("SeedOss", WITHOUT_DROPOUT | {"attention_bias": False, "attention_out_bias": True}),
+    "smollm3": ("SmolLM3", {}),
+    "granite": ("Granite", MULTIPLIERS | {"mlp_bias": True}),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.8}),
+    "phi3_window": ("Phi3", {"sliding_window": 9}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {"sliding_window": 7, "rope_parameters": {"full_attention": YARN, "sliding_attention": NEAR}},
+    ),
+    "gemma3": ("Gemma3Text", {"sliding_window": 7, "query_pre_attn_scalar": 12, "num_hidden_layers": 12}),
+    "gemma3_linear": (
+        "Gemma3Text",
+        {
+            "sliding_window": 5,
+            "num_key_value_heads": 1,
+            "layer_types": ["full_attention", "sliding_attention"] * 4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+        },
+    ),
+}
+NAMES = list(CASES)
+
+
+def theirs(name, **more):
+    """The model of transformers, with random weights; biases and norms are off their start."""
+    kind, changes = CASES[name]
+    config = getattr(transformers, f"{kind}Config")(**TINY | changes | more)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1 if parameter.dim() > 1 else 0.3)
+        if key.endswith("norm.weight") and "Gemma" not in kind:
+            parameter.data.add_(1)
+    return model
+
+
+@functools.cache
+def folder_of(name, root):
+    folder = root / name
+    theirs(name).save_pretrained(folder)
+    return str(folder)
+
+
+def ours(folder):
+    """Crius's model of a folder."""
+    weights = open_weights(folder)
+    model = registry.build(weights.facts)
+    tensors = {
+        name: torch.frombuffer(bytearray(source.read()), dtype=torch.float32).view(source.shape)
+        for name, source in weights.tensors.items()
+    }
+    if weights.facts.tied_embeddings:
+        tensors["output.weight"] = tensors["tok_embeddings.weight"]
+    model.load_state_dict(tensors)
+    return model
+
+
+def tokens():
+    return torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def far(got, want):
+    """The largest difference, relative to the largest number."""
+    return ((got.double() - want.double()).abs().max() / want.abs().max()).item()
+
+
+def divergence(logits, exact):
+    """Kullback-Leibler divergence of the next token's distribution from the exact one in nats, the mean over tokens."""
+    log_p = exact.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - logits.double().log_softmax(-1))).sum(-1).mean().item()
+
+
+def write_differences(name, folder, path, placement):
+    """What the tests below hold to their bounds, as JSON."""
+    torch.set_num_threads(1)
+    model = ours(folder)
+    other = theirs(name)
+    ids = tokens()
+    logits = model(ids)
+    want = other(ids).logits
+    gradients = {}
+    for out in (logits, want):
+        torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    family = registry.families()[open_weights(folder).model["name"]]
+    by_name = dict(other.named_parameters())
+    joined = {}
+    for key, parameter in model.named_parameters():
+        joined.setdefault(family.translated(key), []).append(parameter.grad)
+    for key, parts in joined.items():
+        gradients[key] = far(torch.cat(parts), by_name[key].grad)
+    with torch.no_grad():
+        exact = theirs(name, attn_implementation="eager").double()(ids).logits
+        eager = theirs(name, attn_implementation="eager")(ids).logits
+        halves = [
+            divergence(model.to(torch.bfloat16)(ids), exact),
+            divergence(other.to(torch.bfloat16)(ids).logits, exact),
+        ]
+    errors = [far(one, exact) for one in (logits, want, eager)]
+    path.write_text(json.dumps([far(logits, want), errors, gradients, halves]))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def differences(root):
+    @functools.cache
+    def of(name):
+        path = root / f"{name}.json"
+        work = functools.partial(write_differences, name, folder_of(name, root), path)
+        assert run_workers(work, 1, root) == 0  # a process of its own: see test_huggingface.py
+        return json.loads(path.read_text())
+
+    return of
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name, differences):
+    """40 tokens: longer than the window, and than the context that YaRN stretches."""
+    apart, (error, *of_theirs), _, _ = differences(name)
+    assert apart <= 3e-6
+    assert error <= max(1.5 * max(of_theirs), 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_transformers(name, differences):
+    assert max(differences(name)[2].values()) <= 2e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_bfloat16_the_next_token_is_as_sure_as_in_transformers(name, differences):
+    own, of_theirs = differences(name)[3]
+    assert own <= 1.5 * of_theirs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_transformers(name, root):
+    """Prompts of different lengths, together: the shorter one is padded on the left."""
+    model = ours(folder_of(name, root))
+    prompts = [row[:length] for row, length in zip(tokens().tolist(), (5, 16), strict=True)]
+    steps = generate(model, prompts, lambda logits: logits.argmax(-1), max_new_tokens=24)
+    padded = torch.tensor([[0] * (16 - len(prompt)) + prompt for prompt in prompts])
+    want = theirs(name).generate(
+        padded, attention_mask=padded.ne(0), do_sample=False, max_new_tokens=24, eos_token_id=None
+    )
+    assert torch.stack([step.ids_B for step in steps], 1).tolist() == want[:, 16:].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_has_the_tensors_and_settings_that_transformers_wrote(name, root):
+    folder = folder_of(name, root)
+    source = open_source(folder, -1)
+    family, names = registry.foreign_names(source.weights.model["name"], source.weights.facts.state_names)
+    written = {part.key: bytes(part.data()) for part in parts_of(source, names, "")}
+    with safe_open(f"{folder}/model.safetensors", "pt") as file:
+        assert written == {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}
+    said = json.loads((root / name / "config.json").read_text())
+    told = model_config(source.weights, family, {}, "float32")
+    assert {key: value for key, value in said.items() if told.get(key, ...) != value} == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_without_a_source_is_told_so_that_transformers_builds_it(name, root):
+    """From our settings alone, read by transformers' own class, then by us."""
+    model = open_weights(folder_of(name, root)).model
+    family = registry.families()[model["name"]]
+    told = config_of(family, model)
+    kind, _ = CASES[name]
+    same = getattr(transformers, f"{kind}Config")(**told, max_position_embeddings=256)
+    again = settings_in(same.to_dict(), family, model["name"])
+    assert {key: again[key] for key in again if key != "words"} == {key: model[key] for key in again if key != "words"}
+    assert words_of(again, family) == words_of(model, family)
+
+
+def words_of(model, family):
+    """All words of a model, but the multiplier that Gemma derives from its width."""
+    usual = {word: getattr(family.config, word) for word in WORDS}
+    said = usual | parse_words(model.get("words") or "{}")
+    return {word: value for word, value in said.items() if value and usual[word] != 0.0 or word == "pattern"}
+
+
+# by their publishers: flavors, and the parameters of their safetensors
+PUBLISHED = {
+    ("mistral", "7b"): 7_248_023_552,
+    ("mistral", "12b"): 12_247_782_400,
+    ("mistral", "24b"): 23_572_403_200,
+    ("qwen2", "0.5b"): 494_032_768,
+    ("qwen2", "1.5b"): 1_543_714_304,
+    ("qwen2", "3b"): 3_085_938_688,
+    ("qwen2", "7b"): 7_615_616_512,
+    ("seed_oss", "36b"): 36_151_104_512,
+    ("smollm3", "3b"): 3_075_098_624,
+    ("phi3", "14b"): 14_659_507_200,
+    ("phi3", "mini-4k"): 3_821_079_552,
+    ("olmo2", "1b"): 1_484_916_736,
+    ("olmo2", "13b"): 13_716_198_400,
+    ("gemma3", "270m"): 268_098_176,
+    ("gemma3", "1b"): 999_885_952,
+}
+FLAVORS = [(name, flavor) for name, spec in registry.SPECS.items() for flavor in spec.flavors if spec.hf]
+
+
+@pytest.mark.parametrize(("name", "flavor"), FLAVORS)
+def test_a_flavor_is_the_model_that_transformers_builds_from_its_config(name, flavor):
+    """On the meta device: as many parameters. What publishers say is the same number."""
+    facts = registry.SPECS[name].describe(flavor)
+    told = config_of(registry.families()[name], settled({"name": name, "flavor": flavor}))
+    kind = transformers.AutoConfig.for_model(**told, pad_token_id=None)
+    with torch.device("meta"):
+        model = getattr(transformers, told["architectures"][0])(kind)
+    assert facts.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert facts.num_parameters == PUBLISHED.get((name, flavor), facts.num_parameters)
