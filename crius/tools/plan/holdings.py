@@ -265,11 +265,10 @@ def _experts(weight: Weight, ep: int, shards: int) -> _Tensor:
 
 def split_tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
     """A weight or adapter, by its name in the model, on one of ``tp`` ranks."""
-    if len(weight.shape) == 1:
-        return _Tensor(weight.shape[0], 1, weight.numel, is_matrix=False)
-    rows, columns = weight.shape
+    rows = weight.shape[0]
+    columns = math.prod(weight.shape[1:])
     module, _, part = weight.name.rpartition(".")
-    if weight.kind == "router":
+    if weight.kind in ("router", "norm") or module.endswith((".router", ".attention")):  # with its bias, and sinks
         return _Tensor(rows, columns, weight.numel, is_matrix=False)
     if weight.kind == "embedding":
         return _Tensor(-(-rows // tp), columns, weight.numel)
@@ -278,7 +277,7 @@ def split_tensor(model: ModelDescription, weight: Weight, tp: int) -> _Tensor:
     if style == "colwise_heads" and model.num_kv_heads < tp:
         over_rows = 1  # each rank has all of them, and computes one
     over_rows, over_columns = over_rows if part != "lora_A" else 1, over_columns if part != "lora_B" else 1
-    return _Tensor(-(-rows // over_rows), -(-columns // over_columns), weight.numel)
+    return _Tensor(-(-rows // over_rows), -(-columns // over_columns), weight.numel, is_matrix=weight.kind != "bias")
 
 
 @dataclass(frozen=True)
