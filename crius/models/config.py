@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from crius.models.description import Activation, Attention, Buffer, FeedForward, Layer, Norm, Placement, Weight
 from crius.models.rope import Rope, Scaling
 
+MOST_LAYERS = 1 << 17
+"""Layers beyond these count as like the last of them. No model has as many, but a wrong number may be any."""
 FFN_UNIT = 64
 """A feed-forward width that is computed from another width is rounded up to a multiple of this."""
 
@@ -270,18 +272,41 @@ class DecoderConfig:
         )
 
     def layer(self, index: int) -> Layer:
-        """The description of layer ``index``."""
+        """The description of layer ``index``. It depends on ``index`` by ``attention_of`` alone."""
         wide = feed_forward(self.dim, self.ffn_dim, bias=self.mlp_bias, activation=self.activation)
         return decoder_layer(self.dim, self.attention_of(index), wide, norms=self.norms)
 
+    def first_like(self, index: int) -> int:
+        """The number of the first layer that is described as layer ``index``; dense layers come first."""
+        dense = getattr(self, "num_dense_layers", 0)
+        begin = dense if index >= dense else 0
+        return begin + (index - begin) % len(self.pattern)
+
+    def described(self, index: int) -> Layer:
+        """``layer(index)``, made once for all layers that are alike."""
+        first = self.first_like(index)
+        if first not in self._described:
+            self._described[first] = self.layer(first)
+        return self._described[first]
+
     @cached_property
-    def every_layer(self) -> tuple[Layer, ...]:
-        """The descriptions of all layers, in order."""
-        return tuple(self.layer(index) for index in range(self.num_layers))
+    def _described(self) -> dict[int, Layer]:
+        return {}
 
     def layers(self) -> tuple[tuple[int, Layer], ...]:
         """All layers in order, as pairs of count and description; equal neighbours are one pair."""
-        return tuple((len(list(equal)), layer) for layer, equal in itertools.groupby(self.every_layer))
+        starts = {0, self.first_like(self.num_layers)}  # where a layer may begin to differ from the one before
+        if len(self.pattern) > 1:
+            starts = set(range(min(self.num_layers, MOST_LAYERS)))
+        edges = [*sorted(start for start in starts if start < self.num_layers), self.num_layers]
+        runs: list[tuple[int, Layer]] = []
+        for start, stop in itertools.pairwise(edges):
+            layer = self.described(start)
+            before = 0
+            if runs and (runs[-1][1] is layer or runs[-1][1] == layer):
+                before, _ = runs.pop()
+            runs.append((before + stop - start, layer))
+        return tuple(runs)
 
 
 WORDS = (

@@ -64,7 +64,7 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        layer = config.every_layer[index]
+        layer = config.described(index)
         self.residual_multiplier = config.residual_multiplier
 
         def norm() -> RMSNorm:
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         self._frequencies: dict[tuple[Rope, torch.device], Tensor] = {}
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        if config.attention_mask == "document" or any(layer.attention.window for layer in config.every_layer):
+        if config.attention_mask == "document" or any(layer.attention.window for _, layer in config.layers()):
             self.document_mask = DocumentMask()
 
     def forward(
@@ -173,7 +173,7 @@ class Decoder(nn.Module):
             masks[0] = None
             ends_BM = ends_of_rows(h_BTD.shape[0], h_BTD.shape[1], h_BTD.device)
         for index, layer in self.layers.items():
-            kind = self.config.every_layer[int(index)].attention
+            kind = self.config.described(int(index)).attention
             if kind.window not in masks:
                 masks[kind.window] = self.document_mask(positions_BT, ends_BM, kind.window)
             if kind.rope is not None and kind.rope not in ropes:
