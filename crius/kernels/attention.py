@@ -153,7 +153,8 @@ def document_mask(positions_BT: Tensor, ends_BM: Tensor | None = None, window: i
     """
     if ends_BM is not None:
         masks_made["varlen"] += 1
-        batch, tokens = positions_BT.shape
+        batch = ends_BM.shape[0]
+        tokens = positions_BT.shape[1]
         starts = torch.arange(0, batch * tokens, tokens, dtype=ends_BM.dtype, device=ends_BM.device)
         ends = F.pad((ends_BM + starts[:, None]).flatten(), (1, 0))
         torch._dynamo.maybe_mark_dynamic(ends, 0)  # one compiled graph for any number of documents

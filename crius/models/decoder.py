@@ -171,7 +171,8 @@ class Decoder(nn.Module):
         masks: dict[int, Mask | None] = {}
         if self.config.attention_mask == "causal":
             masks[0] = None
-            ends_BM = ends_of_rows(h_BTD.shape[0], h_BTD.shape[1], h_BTD.device)
+            # of whole sequences; a rank may have a part of the hidden state
+            ends_BM = ends_of_rows(tokens_BT.shape[0], positions_BT.shape[1], positions_BT.device)
         for index, layer in self.layers.items():
             kind = self.config.described(int(index)).attention
             if kind.window not in masks:

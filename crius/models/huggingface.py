@@ -119,7 +119,7 @@ _COMPUTES: dict[str, tuple[Any, ...]] = {
 _FULL = "full_attention"
 _WINDOW = "sliding_attention"
 _ORIGINAL = "original_max_position_embeddings"
-_ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
+_ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 _OF_ROPE = ("partial_rotary_factor",)  # not written: transformers moves it into rope_parameters
 _ROW = "#"
 
@@ -386,7 +386,10 @@ def _take(
             right = {int: "a whole number above 0", float: "a number above 0", bool: "true or false"}[kind]
             yield f"{key} is {_shown(value)}, not {right}" if key in content or key in known else f"it has no {key}"
             continue
+        value = float(value) if kind is float and target is words else value
         target[field_name] = value if power == 1.0 else value**power
+    if words.get("rotary_share", 1.0) > 1:
+        yield f"partial_rotary_factor {words['rotary_share']} is above 1"
     if rope.get("partial_rotary_factor") not in (1, None) and "rotary_share" not in words:
         yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not supported, only 1 is"
     settings.setdefault("num_kv_heads", settings.get("num_heads", -1))
@@ -447,9 +450,12 @@ def _pattern(
     if kinds.windows == "listed":
         every = content.get(kinds.period, kinds.full_every) if kinds.period else kinds.full_every
         types = content.get("layer_types")
+        if types is None and not _fits(every, int):
+            yield f"{kinds.period or 'full_every'} is {_shown(every)}, not a whole number above 0"
+            return None
         if types is None:
-            types = [_FULL if (index + 1) % (every or 1) == 0 else _WINDOW for index in range(count)]
-        if not isinstance(types, list) or len(types) != count or not set(types) <= {_FULL, _WINDOW}:
+            types = [_FULL if (index + 1) % every == 0 else _WINDOW for index in range(count)]
+        if not isinstance(types, list) or len(types) != count or any(kind not in (_FULL, _WINDOW) for kind in types):
             yield f"layer_types {_shown(types)} is not one of {_FULL} and {_WINDOW} for each layer"
             return None
         has_window = [kind == _WINDOW for kind in types]
@@ -459,9 +465,12 @@ def _pattern(
     if every := kinds.no_positions_every:
         every = content.get("no_rope_layer_interval", every)
         listed = content.get("no_rope_layers")
+        if listed is None and not _fits(every, int):
+            yield f"no_rope_layer_interval is {_shown(every)}, not a whole number above 0"
+            return None
         if listed is None:
             listed = [int((index + 1) % every != 0) for index in range(count)]
-        if not isinstance(listed, list) or len(listed) < count or not set(listed) <= {0, 1}:
+        if not isinstance(listed, list) or len(listed) < count or any(one not in (0, 1) for one in listed):
             yield f"no_rope_layers {_shown(listed)} is not 0 or 1 for each layer"
             return None
         has_positions = [bool(one) for one in listed]

@@ -68,7 +68,10 @@ class ModelSpec:
                 raise ConfigError(what, where="model.rope_scaling", fix=fix) from None
         if "words" in sizes and (text := sizes.pop("words")):
             try:
-                sizes |= parse_words(text)
+                words = parse_words(text)
+                if {"mlp_bias", "activation"} & words.keys() and "num_experts" in own:
+                    raise ValueError("layers with experts have neither mlp_bias nor activation")
+                sizes |= words
             except ValueError as error:
                 raise ConfigError(
                     f"model.words {text[:200]} is not valid: {error}.",

@@ -63,7 +63,9 @@ def _checked(name: str, value: Any, like: Any) -> Any:
         raise ValueError(f"{name} {json.dumps(value)[:100]} is no number above 0")
     elif name == "window" and not isinstance(value, int):
         raise ValueError(f"window {value} is no whole number")
-    return value
+    elif name == "rotary_share" and value > 1:
+        raise ValueError(f"rotary_share {value} is above 1")
+    return float(value) if isinstance(like, float) else value
 
 
 def _pattern(value: Any) -> tuple[LayerKind, ...]:

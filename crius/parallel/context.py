@@ -231,8 +231,10 @@ class GatheredDocumentMask(_MaskOfShard):
         documents_BT = (self._shard.gather(positions_BL) == 0).cumsum(dim=-1)
         tokens_T = torch.arange(documents_BT.shape[1], device=positions_BL.device)
         same = self._shard.slice(documents_BT)[:, :, None] == documents_BT[:, None, :]
-        distance = self._shard.slice(tokens_T[None])[:, :, None] - tokens_T
-        seen = (distance >= 0) & (distance < window) if window else distance >= 0
+        own = self._shard.slice(tokens_T[None])[:, :, None]
+        seen = own >= tokens_T
+        if window:
+            seen = seen & (own < tokens_T + window)
         return (same & seen)[:, None]
 
 

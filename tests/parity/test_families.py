@@ -2,17 +2,19 @@
 
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from crius.errors import ConfigError
 from crius.interop.weights import open_weights, settled
 from crius.launch.local import run_workers
 from crius.models import registry
 from crius.models.config import WORDS
 from crius.models.decode import generate
-from crius.models.huggingface import config_of, settings_in
+from crius.models.huggingface import config_of, settings_in, with_changes
 from crius.models.words import parse_words
 from crius.tools.convert.exporting import model_config, open_source, parts_of
 
@@ -271,3 +273,33 @@ def test_a_flavor_is_the_model_that_transformers_builds_from_its_config(name, fl
         model = getattr(transformers, told["architectures"][0])(kind)
     assert facts.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert facts.num_parameters == PUBLISHED.get((name, flavor), facts.num_parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "lost"),
+    [
+        ("mistral", '{"pattern": [{"window": 64}, {}]}', "pattern"),
+        ("llama3", '{"qkv_bias": true}', "qkv_bias"),
+        ("llama3", '{"attention_scale": 0.5}', "attention_scale"),
+        ("qwen2", '{"qkv_bias": false}', "qkv_bias"),
+        ("gemma3", '{"embedding_multiplier": 1.0}', "embedding_multiplier"),
+        ("olmo3", '{"pattern": [{"window": 64}, {"window": 128}]}', "pattern"),
+    ],
+)
+def test_what_a_class_of_transformers_cannot_say_is_not_exported(name, words, lost):
+    facts = registry.SPECS[name].describe("debug", words=words)
+    weights = SimpleNamespace(model=settled({"name": name, "flavor": "debug", "words": words}), facts=facts, said={})
+    with pytest.raises(ConfigError, match=f"has no {lost}"):
+        model_config(weights, registry.families()[name], {}, "float32")
+
+
+def test_a_changed_base_of_positions_keeps_the_dims_that_rotate():
+    family = registry.families()["phi3"]
+    model = settled({"name": "phi3", "flavor": "debug", "words": '{"rotary_share": 0.5}'})
+    said = config_of(family, model)
+    share = said.pop("partial_rotary_factor")
+    said |= {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": share}}
+    before = config_of(family, settled(settings_in(said, family, "phi3")))
+    now = config_of(family, model | {"rope_theta": 5e5})
+    again = settings_in(with_changes(said, before, now), family, "phi3")
+    assert (again["rope_theta"], parse_words(again["words"])["rotary_share"]) == (5e5, 0.5)

@@ -105,6 +105,12 @@ def test_rows_are_those_of_the_file_but_never_fewer_than_ids(tmp_path):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 OLMO3 = {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "rope_scaling": ...}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_scaling": ...,
+}
 SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
 
 
@@ -146,6 +152,10 @@ SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
             OLMO3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
             'rope_type "linear" of sliding_attention is not supported',
         ),
+        (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, not a whole number above 0"),
+        (GEMMA3 | {"sliding_window_pattern": "6"}, 'sliding_window_pattern is "6", not a whole number above 0'),
+        (GEMMA3 | {"layer_types": [{}, 1]}, "is not one of full_attention and sliding_attention"),
+        (SMOLLM3 | {"no_rope_layers": [[], 1]}, "is not 0 or 1 for each layer"),
         (SMOLLM3 | {"no_rope_layers": [2, 1]}, "no_rope_layers [2, 1] is not 0 or 1 for each layer"),
         ({"rope_scaling": LLAMA3_SCALING | {"factor": 10**400}}, "needs factor, a positive number, not 1000"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type llama3 needs low_freq_factor"),
@@ -332,6 +342,11 @@ def test_a_custom_flavor_is_made_of_the_sizes_given():
         (["--model.words", '{"norms": "around"}'], 'norms "around" is none of pre, post, both'),
         (["--model.words", '{"pattern": [{"window": 0.5}]}'], "window 0.5 is no whole number"),
         (["--model.words", '{"pattern": [{"width": 5}]}'], "a kind of layers has only window, rope_theta, stretched"),
+        (["--model.words", '{"rotary_share": 2}'], "rotary_share 2 is above 1"),
+        (
+            ["--model.name", "mixtral", "--model.flavor", "debug", "--model.words", '{"mlp_bias": true}'],
+            "layers with experts have neither mlp_bias nor activation",
+        ),
         (["--model.words", '{"dim": 5}'], 'there is no word "dim"; the words are pattern, rotary_share'),
         (
             ["--model.rope_scaling", '{"frequencies": "float16"}'],

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crius.config.parallelism import ParallelismConfig
 from crius.errors import PlanError
+from crius.kernels.choice import Choice, applied
 from crius.models import registry
 from crius.models.adapted import Adapted
 from crius.models.config import resized
@@ -464,3 +465,23 @@ def test_sizes_that_hang_on_a_given_one_follow_it(sizes, follow):
 def test_a_head_that_was_never_dim_by_heads_stays():
     config = resized(registry.SPECS["qwen3"].flavors["8b"], dim=2048, num_heads=16)
     assert (config.head_dim, config.num_kv_heads, config.ffn_dim) == (128, 4, 6144)
+
+
+class Recorder(nn.Module):
+    """A layer that keeps the mask that it gets."""
+
+    def forward(self, x_BTD, rope, mask):
+        self.mask = mask
+        return x_BTD
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(16).expand(2, -1)])
+def test_windows_end_where_rows_end_though_a_rank_has_half_of_the_sequence(positions):
+    model = registry.build(llama(num_layers=1, words='{"pattern": [{"window": 5}]}'))
+    model.tok_embeddings = nn.Identity()
+    model.layers = nn.ModuleDict({"0": Recorder()})
+    model._embedded = lambda tokens: torch.zeros(2, 8, 128)  # as tensor parallelism scatters it
+    with applied(Choice(attention=("varlen", "flex"))):
+        model.hidden(torch.zeros(2, 16, dtype=torch.int64), positions)
+    ends, window = model.layers["0"].mask
+    assert (ends.tolist(), window) == ([0, 16, 32], 5)

@@ -45,6 +45,7 @@ HF = HuggingFace(
         Size("residual_multiplier", "residual_multiplier", float, True),
         Size("logits_scaling", "logits_divisor", float, True),
     ),
+    computes={"attention_dropout": ()},  # of training, which some published files leave at 0.1
     defaults={
         "norm_eps": 1e-6,
         "rope_theta": 10_000.0,

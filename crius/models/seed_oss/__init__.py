@@ -38,7 +38,7 @@ HF = HuggingFace(
         Size("attention_out_bias", "o_bias", bool, True),
         MLP_BIAS,
     ),
-    computes={"attention_dropout": (0.0,), "residual_dropout": (0.0,)},  # without these keys transformers drops 0.1
+    computes={"attention_dropout": (), "residual_dropout": ()},  # of training, which published files leave at 0.1
     defaults={
         "num_kv_heads": 8,
         "head_dim": 128,

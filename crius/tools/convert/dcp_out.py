@@ -13,6 +13,7 @@ from crius.checkpoint.files import Part
 from crius.checkpoint.manifest import ALGORITHM
 from crius.checkpoint.pieces import as_array
 from crius.checkpoint.plain import DTYPES
+from crius.errors import ConfigError
 from crius.interop.weights import hash_files
 from crius.tools.convert.convert import in_pairs
 from crius.tools.convert.dcp import read_dcp
@@ -49,6 +50,16 @@ def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
     """
     model = source.weights.model
     facts = source.weights.facts
+    attention = facts.attention
+    is_plain = attention.qk_norm == "none" and attention.rotary_dim in (0, attention.head_dim)
+    is_plain = is_plain and not any(weight.kind == "bias" for weight in attention.weights)
+    if model["name"] in _IN_PAIRS and not is_plain:
+        raise ConfigError(
+            f"{model['name']} with biases, norms of heads or few rotary dims has no names of torchtitan.",
+            where="--format dcp",
+            why="torchtitan rotates neighbouring pairs, and has neither of them",
+            fix="--format hf",
+        )
     parts = parts_of(source, {name: in_titan(name) for name in facts.state_names}, dtype)
     if model["name"] in _IN_PAIRS:
         turned = [is_rotated(source.weights.tensors[name], name) for name in facts.state_names]

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,8 @@ from crius.interop.casting import FLOATS, cast
 from crius.interop.context import longest_context
 from crius.interop.kept import CONFIG, CONTEXT
 from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
-from crius.interop.weights import Weights, open_weights, settled
+from crius.interop.weights import Weights, described, open_weights, settled
+from crius.models.config import WORDS
 from crius.models.huggingface import HuggingFace, config_of, rows_of, settings_in, with_changes
 from crius.models.registry import IMPORTED, foreign_names
 from crius.plugins import REQUIREMENTS, install_line
@@ -294,6 +295,9 @@ def model_config(weights: Weights, family: HuggingFace, ids: Mapping[str, Any], 
         family: Hugging Face's names of the model.
         ids: BOS and EOS of the exported tokenizer by their keys; empty: there is none.
         dtype: torch's name of the dtype of the weights.
+
+    Raises:
+        ConfigError: the class of transformers lacks a word of the model.
     """
     said = weights.said.get(CONFIG, {})
     computed = config_of(family, weights.model)
@@ -303,10 +307,32 @@ def model_config(weights: Weights, family: HuggingFace, ids: Mapping[str, Any], 
         before = config_of(family, settled(settings_in(said, family, weights.model["name"])))
         config = with_changes(said, before, computed)
         config = {key: value for key, value in config.items() if key not in ("auto_map", "torch_dtype", "dtype")}
+    _check_words(weights, family, config)
     if CONTEXT in config:
         config[CONTEXT] = longest_context(weights)
     config["dtype" if "dtype" in said else "torch_dtype"] = dtype
     return config
+
+
+def _check_words(weights: Weights, family: HuggingFace, config: Mapping[str, Any]) -> None:
+    """Check that ``config`` describes the model, as Hugging Face's class reads it.
+
+    Raises:
+        ConfigError: it has a word that the class lacks.
+    """
+    name = weights.model["name"]
+    ours = weights.facts.config
+    told = replace(described(settings_in(config, family, name)).config, rope_float32=ours.rope_float32)
+    lost = [word for word in WORDS if word != "pattern" and getattr(told, word) != getattr(ours, word)]
+    if not lost and told.layers() != ours.layers():
+        lost = ["pattern"]
+    if lost:
+        raise ConfigError(
+            f"{family.architecture} of transformers has no {', '.join(lost)} as this model has.",
+            where="model.words",
+            why="its config.json would describe another model",
+            fix="--format dcp, or --model.name of a family with it: docs/models.md",
+        )
 
 
 def write_parts(folder: Path, parts: Sequence[Part], stem: str = "model", most: int = 0) -> dict[str, str]:

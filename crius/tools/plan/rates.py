@@ -323,9 +323,11 @@ def forward(workload: Workload, rates: Rates, constants: TimeConstants) -> Compu
     spread = 1 + constants.cp_imbalance * (layout.cp - 1) / layout.cp
     width = attention.num_heads * (attention.head_dim + attention.value_dim)
     scores = tokens * workload.seq_len * width / tp  # half of them, as attention is causal
+    causal = (workload.seq_len + 1) / 2
+    seen = sum(count * layer.attention.mean_context(workload.seq_len) / causal for count, layer in model.layers)
     return Compute(
         matmul=matmul,
-        attention=model.num_layers / layout.pp * scores / rates.attention_flops * spread,
+        attention=seen / layout.pp * scores / rates.attention_flops * spread,
         elementwise=_elementwise(workload, rates, constants, tokens / tp) / rates.bytes,
     )
 
