@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from harness import parse
 from torch._dynamo.callback import callback_handler
 from torch.profiler import profile
 
@@ -303,18 +302,3 @@ def test_ranks_share_the_memory_of_their_host_and_the_least_of_any_counts(monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
     ranks = SimpleNamespace(device=torch.device("cuda"), gather_json=lambda own: [own, 48.0])
     assert setup._memory(ranks) == 48
-
-
-@pytest.mark.parametrize(
-    ("order", "flags", "want"),
-    [
-        (("flex",), [], 0),
-        (("varlen", "flex"), ["--training.seq_len", "1024"], 16),
-        (("varlen", "flex"), ["--training.seq_len", "32"], 1),
-        (("varlen", "flex"), ["--training.seq_len", "1024", "--training.reproducible"], 1024),
-        (("varlen",), ["--training.seq_len", "1024"], 1024),
-    ],
-)
-def test_attention_by_ends_takes_a_document_per_64_tokens_unless_it_is_the_only_kernel(order, flags, want, monkeypatch):
-    monkeypatch.setattr(setup.choice, "current", lambda: SimpleNamespace(attention=order))
-    assert setup.most_documents(parse(flags)) == want

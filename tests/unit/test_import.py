@@ -125,9 +125,9 @@ HOSTILE = {
     "more_layers_than_tensors": (lambda folder: config(folder, num_hidden_layers=1 << 60), 1, "layers"),
     "tied_and_not_equal": (lambda folder: config(folder, tie_word_embeddings=True), 1, "lm_head.weight"),
     "mistral": (lambda folder: config(folder, model_type="mistral", sliding_window=64), 2, "mistral"),
-    "gemma": (lambda folder: config(folder, model_type="gemma"), 2, "llama, mixtral, qwen3"),
+    "gemma": (lambda folder: config(folder, model_type="gemma"), 2, "llama, mistral, mixtral"),
     "gpt2": (lambda folder: config(folder, model_type="gpt2"), 2, "gpt2"),
-    "other_attention": (lambda folder: config(folder, attention_bias=True), 2, "attention_bias"),
+    "other_attention": (lambda folder: config(folder, hidden_act="relu"), 2, "hidden_act"),
     "config_of_no_json": (lambda folder: (folder / "config.json").write_text("{"), 2, "config.json"),
     "tokenizer_of_no_json": (lambda folder: (folder / "tokenizer.json").write_text("{"), 1, "tokenizer"),
     "tokenizer_of_another_model": (lambda folder: many_ids(folder), 2, "500 ids"),
@@ -170,8 +170,7 @@ def test_a_hostile_folder_is_one_error_and_leaves_nothing(name, verb, folder, tm
 
 
 OTHERS = {
-    "mistral": ("Mistral", {"sliding_window": 64}),
-    "mistral without a window": ("Mistral", {"sliding_window": None}),
+    "starcoder2": ("Starcoder2", {}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
 }
@@ -191,18 +190,18 @@ def test_what_transformers_saves_of_another_architecture_is_refused_by_name(name
     error = capsys.readouterr().err
     assert (
         f'has model_type "{family.lower()}"' in error
-        and "fix    use a config.json of llama, mixtral, qwen3 or qwen3_moe" in error
+        and "fix    use a config.json of gemma3_text, granite, llama, mistral, mixtral" in error
     )
     assert error.count("Error: ") == 1 and not (tmp_path / "run").exists()
 
 
 ROPE = {"rope_theta": 10_000.0, "factor": 4.0}
 SETTINGS = {
-    "linear": ({"rope_parameters": ROPE | {"rope_type": "linear"}}, 'rope_type "linear" is not supported, only llama3'),
+    "linear": ({"rope_parameters": ROPE | {"rope_type": "linear", "factor": 0.5}}, "needs a factor of at least 1"),
     "dynamic": ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, 'rope_type "dynamic" is not supported'),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type "yarn" is not supported'),
+    "longrope": ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, 'rope_type "longrope" is not supported, only'),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported, only 1 is"),
-    "biases": ({"attention_bias": True, "mlp_bias": True}, "mlp_bias true is not supported, only false is"),
+    "window": ({"use_sliding_window": True}, "use_sliding_window true is not supported, only false is"),
     "gelu": ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported, only "silu" is'),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, 'quantised by "gptq" are not read'),
     "awq": ({"quantization_config": {"quant_method": "awq"}}, 'quantised by "awq" are not read'),

@@ -66,8 +66,15 @@ CASES = [
         "backward",
         "attention flash",
     ),
-    (attention_backend_runs, [ATTENTION, "flex", *BF16], GPU, "flex", "document mask", "attention_mask document"),
-    (attention_backend_runs, [ATTENTION, "varlen", *BF16], GPU, "varlen", "document mask", "attention_mask document"),
+    (attention_backend_runs, [ATTENTION, "flex", *BF16], GPU, "flex", "masks of documents", "attention_mask document"),
+    (
+        attention_backend_runs,
+        [ATTENTION, "varlen", *BF16],
+        GPU,
+        "varlen",
+        "masks of documents",
+        "attention_mask document",
+    ),
     (attention_backend_runs, [ATTENTION, "varlen", *FP32, *MASK], GPU, "varlen", "16-bit", "bfloat16"),
     (
         attention_backend_runs,
