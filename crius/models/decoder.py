@@ -49,7 +49,6 @@ from crius.models.layers import (
     rotary_cos_sin,
     rotary_frequencies,
 )
-from crius.models.moe import MixtureOfExperts
 from crius.models.rope import Rope, YarnScaling
 from crius.named import is_persistent
 
@@ -85,6 +84,8 @@ class Block(nn.Module):
         """The feed-forward; a model whose feed-forward differs overrides this."""
         wide = layer.feed_forward
         if wide.num_experts:
+            from crius.models.moe import MixtureOfExperts  # noqa: PLC0415  its kernels import torch's compiler
+
             assert isinstance(config, RoutedConfig)
             return MixtureOfExperts(config)
         biased = any(weight.kind == "bias" for weight in wide.weights)

@@ -51,6 +51,7 @@ LAZY_ROOMS = (
     ),
     *(f"cli/{name}.py" for name in ("settings", "train", "verify")),
     "models/registry.py",
+    "models/decoder.py",  # experts, whose kernels import sympy for seconds before a first token
     "__main__.py",
     "api.py",
 )
