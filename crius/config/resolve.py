@@ -54,6 +54,11 @@ def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
     return replace(config, training=replace(config.training, mixed_precision_param=auto_dtype(on_gpu=on_gpu)[0]))
 
 
+def has_mask(config: RunConfig, model: Any) -> bool:
+    """Whether attention takes a mask, of documents or of windows; ``model`` as in ``varlen_obstacle``."""
+    return config.model.attention_mask == "document" or (model is not None and any(model.windows))
+
+
 def varlen_obstacle(config: RunConfig, model: Any) -> str:
     """Why a run on a GPU cannot use varlen attention, which takes the ends of documents; empty if it can.
 

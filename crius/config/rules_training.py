@@ -5,7 +5,7 @@ import shlex
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.operation import CheckpointConfig
 from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, fits, group_of, nearest, parse_group
-from crius.config.resolve import compares_bits, obstacle, varlen_obstacle
+from crius.config.resolve import compares_bits, has_mask, obstacle, varlen_obstacle
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError
 
@@ -169,7 +169,7 @@ def attention_backend_runs(facts: Facts) -> Violations:
     """The backend of attention supports the device, the dtype and the mask."""
     config, asked = facts.config, facts.config.kernels.attention
     on_gpu = _is_on_gpu(facts)
-    has_mask = config.model.attention_mask == "document" or (facts.model is not None and any(facts.model.windows))
+    is_masked = has_mask(config, facts.model)
     why, fix = "", f"--{_ATTENTION} auto"
     if not on_gpu:
         if asked == "blocked":
@@ -182,13 +182,13 @@ def attention_backend_runs(facts: Facts) -> Violations:
         why, fix = "on a GPU it needs 16-bit numbers", f"--training.mixed_precision_param bfloat16, or {fix}"
     elif asked == "cudnn" and config.debug.deterministic:
         why, fix = "its backward pass is not deterministic, but debug.deterministic is on", f"--{_ATTENTION} flash"
-    elif asked in ("cudnn", "flash") and has_mask:
+    elif asked in ("cudnn", "flash") and is_masked:
         # pytorch/pytorch#196678
         why = "it takes no mask" if asked == "flash" else "its gradient of masked attention is NaN at some lengths"
         fix = f"--{_ATTENTION} varlen, flex or efficient"
-    elif asked in ("flex", "varlen") and not has_mask:
+    elif asked in ("flex", "varlen") and not is_masked:
         why, fix = "it is for masks of documents and windows", f"{fix}, or --model.attention_mask document"
-    elif asked in ("varlen", *_FLASH_VERSIONS) and has_mask:
+    elif asked in ("varlen", *_FLASH_VERSIONS) and is_masked:
         why = varlen_obstacle(config, facts.model)
     elif asked not in ("auto", *_FLASH_VERSIONS) and config.parallelism.context_parallel_degree > 1:
         why = "context parallelism makes masks of its own, which it does not support"

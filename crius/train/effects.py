@@ -11,6 +11,7 @@ import torch
 from crius.config.lora import block_linears, indivisible, is_quantized
 from crius.config.low_precision import kind, numberless, summary
 from crius.config.operation import ProfilerConfig
+from crius.config.resolve import has_mask
 from crius.config.training import ActivationCheckpointConfig
 from crius.errors import EffectError
 from crius.kernels.attention import masks_made
@@ -299,8 +300,7 @@ class EffectWatch:
         self._async = enable_async_tensor_parallel(tp, job.ranks.device.type) if is_async and tp is not None else None
         self._blocks = 0
         self._checkpointed: list[CheckpointedBlocks] = []
-        has_masks = job.config.model.attention_mask == "document" or any(job.facts.windows)
-        self._has_masks = has_masks and job.ranks.device.type == "cuda"
+        self._has_masks = has_mask(job.config, job.facts) and job.ranks.device.type == "cuda"
         self._masks: set[str] = set()
 
     def built(self, built: Built) -> None:

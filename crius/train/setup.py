@@ -25,7 +25,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 import crius
 from crius.config.operation import ProfilerConfig
-from crius.config.resolve import USABLE, auto_dtype, keeps_probabilities, leaves_open, varlen_obstacle
+from crius.config.resolve import USABLE, auto_dtype, has_mask, keeps_probabilities, leaves_open, varlen_obstacle
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
 from crius.data.corpus import Corpus
@@ -155,7 +155,7 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
         device_type=device.type,
         capability=torch.cuda.get_device_capability(device) if is_at_hand else None,
         cudnn=torch.backends.cudnn.version() if is_at_hand else None,
-        has_mask=config.model.attention_mask == "document" or (model is not None and any(model.windows)),
+        has_mask=has_mask(config, model),
         no_varlen=varlen_obstacle(config, model),
         is_split=config.parallelism.context_parallel_degree > 1,
         keeps_probabilities=keeps_probabilities(config, model),
