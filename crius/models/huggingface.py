@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from crius.errors import ConfigError
 from crius.models.config import WORDS, DecoderConfig, LayerKind
 from crius.models.rope import parse_rope_scaling, rope_scaling_of, rope_scaling_text, scaling_section
-from crius.models.words import parse_words, shortest, words_text
+from crius.models.words import parse_words, shortest, usual_words, words_text
 from crius.strict_json import load_object
 
 _LARGEST_FILE = 1 << 20
@@ -259,7 +259,7 @@ def config_of(family: HuggingFace, model: Mapping[str, Any]) -> dict[str, Any]:
         family: Hugging Face's names of the model.
         model: settings of ``[model]``, including all sizes.
     """
-    words = {name: getattr(family.config, name) for name in WORDS} | parse_words(model.get("words") or "{}")
+    words = usual_words(family.config) | parse_words(model.get("words") or "{}")
     fields = {**words, **model}
     sizes = {size.key: size.told(fields[size.field]) for size in (*_SIZES, *family.sizes)}
     scaling, _ = parse_rope_scaling(model["rope_scaling"])

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, get_args
 
 from crius.models.config import WORDS, DecoderConfig, LayerKind
@@ -10,8 +9,15 @@ from crius.models.description import Activation, Norm, Placement
 from crius.strict_json import load_object
 
 _CHOICES = {"qk_norm": get_args(Norm), "norms": get_args(Placement), "activation": get_args(Activation)}
-_PLAIN: dict[str, Any] = {field.name: field.default for field in fields(DecoderConfig) if field.name in WORDS}
 _MOST_KINDS = 100_000
+
+
+def usual_words(family: type[DecoderConfig]) -> dict[str, Any]:
+    """The words of a family that are not given."""
+    return {name: getattr(family, name) for name in WORDS}
+
+
+_PLAIN = usual_words(DecoderConfig)
 
 
 def parse_words(text: str) -> dict[str, Any]:
@@ -26,7 +32,7 @@ def parse_words(text: str) -> dict[str, Any]:
 
 def words_text(words: Mapping[str, Any], family: type[DecoderConfig], flavor: DecoderConfig | None = None) -> str:
     """The text of ``words`` that differ from a plain decoder, a family's defaults or a flavor; empty if none does."""
-    own = {field.name: field.default for field in fields(family) if field.name in WORDS}
+    own = usual_words(family)
     told = {}
     for name, value in words.items():
         usual = [_PLAIN[name], own[name], *([getattr(flavor, name)] if flavor else [])]

@@ -12,10 +12,9 @@ from crius.errors import ConfigError
 from crius.interop.weights import open_weights, settled
 from crius.launch.local import run_workers
 from crius.models import registry
-from crius.models.config import WORDS
 from crius.models.decode import generate
 from crius.models.huggingface import config_of, settings_in, with_changes
-from crius.models.words import parse_words
+from crius.models.words import parse_words, usual_words
 from crius.tools.convert.exporting import model_config, open_source, parts_of
 
 transformers = pytest.importorskip("transformers")
@@ -237,7 +236,7 @@ def test_a_model_without_a_source_is_told_so_that_transformers_builds_it(name, r
 
 def words_of(model, family):
     """All words of a model, but the multiplier that Gemma derives from its width."""
-    usual = {word: getattr(family.config, word) for word in WORDS}
+    usual = usual_words(family.config)
     said = usual | parse_words(model.get("words") or "{}")
     return {word: value for word, value in said.items() if value and usual[word] != 0.0 or word == "pattern"}
 
