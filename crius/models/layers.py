@@ -73,11 +73,11 @@ class RMSNorm(nn.RMSNorm):
         if not self.plus_one:
             return kernel(x, weight, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return kernel(x.to(wide), 1 + weight.to(wide), self.eps).to(x.dtype)
+        return kernel(x.to(wide), self.factor(weight, wide), self.eps).to(x.dtype)
 
-    def scaled(self, normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """``normed``, in float32 at least, times the factor, in ``dtype``."""
-        return (normed * (1 + weight if self.plus_one else weight).to(normed.dtype)).to(dtype)
+    def factor(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """What normalised numbers are multiplied by, computed in ``dtype``."""
+        return 1 + weight.to(dtype) if self.plus_one else weight.to(dtype)
 
 
 class FeedForward(nn.Module):

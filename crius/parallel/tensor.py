@@ -169,7 +169,8 @@ def _heads_norm(norm: RMSNorm, x_BTE: Tensor) -> Tensor:
     mean_BT1 = all_gather(squares_BT1[None], mesh).sum(0) / (copies * weight.shape[0])
     first = mesh.get_local_rank() // copies * x_BTE.shape[-1]
     rows_E = _replica(weight)[first : first + x_BTE.shape[-1]]
-    return norm.scaled(x_BTE.to(wide) * torch.rsqrt(mean_BT1 + norm.eps), rows_E, x_BTE.dtype)
+    normed_BTE = x_BTE.to(wide) * torch.rsqrt(mean_BT1 + norm.eps)
+    return (normed_BTE * norm.factor(rows_E, wide)).to(x_BTE.dtype)
 
 
 def _route(router: Router, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
