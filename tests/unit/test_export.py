@@ -147,7 +147,7 @@ def test_a_run_becomes_what_transformers_loads_with_the_same_logits(run_dir, tmp
 @pytest.mark.full
 def test_other_logits_are_refused_and_nothing_stays(run_dir, tmp_path, monkeypatch, capsys, compared_here):
     right = exporting.config_of
-    monkeypatch.setattr(exporting, "config_of", lambda *of: {**right(*of), "rope_theta": 4e5})
+    monkeypatch.setattr(exporting, "config_of", lambda *of: {**right(*of), "rms_norm_eps": 4e-3})
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf")]) == 1
     said = capsys.readouterr().err
     assert "differs from the model: max difference" in said and "gives at most 1.0e-05" in said
