@@ -39,6 +39,8 @@ RESHARD, SYNC, MODE = f"{P}reshard_after_forward_mode", "--training.gradient_syn
 BATCH, SCHEDULE = "--training.global_batch_size", f"{P}pipeline_parallel_schedule"
 TIED = ("--model.flavor", "1b", "--model.vocab_size", "257")
 EP, EXPERTS = f"{P}expert_parallel_degree", ["--model.name", "qwen3_moe", "--model.flavor", "debug"]
+WORDS = ["--model.num_layers", "6", "--training.seq_len", "256", "--model.name"]
+ON_CPU = ["--training.device", "cpu", "--training.mixed_precision_param", "float32"]
 CASES = {
     "fsdp3_8bit": (3, [f"{P}data_parallel_shard_degree", "3", "--optimizer.state_dtype", "8bit"]),
     "tp8_muon": (8, [f"{P}tensor_parallel_degree", "8", "--optimizer.name", "muon"]),  # more than key/value heads
@@ -62,10 +64,16 @@ CASES = {
             "hsdp2x4_ep4": (8, [f"{P}data_parallel_replicate_degree", "2", EP, "4", "--optimizer.state_dtype", "8bit"]),
         }.items()
     },
+    "gemma3_tp2": (2, [*WORDS, "gemma3", f"{P}tensor_parallel_degree", "2"]),
+    "gemma3_pp2_cpu": (2, [*WORDS, "gemma3", PP, "2", *ON_CPU]),
+    "gemma3_cp2_cpu": (2, [*WORDS, "gemma3", f"{P}context_parallel_degree", "2", *ON_CPU]),
+    "olmo3_fsdp2": (2, [*WORDS, "olmo3", f"{P}data_parallel_shard_degree", "2"]),
+    "olmo3_tp2_cpu": (2, [*WORDS, "olmo3", f"{P}tensor_parallel_degree", "2", *ON_CPU]),
+    "gemma2_cpu": (1, [*WORDS, "gemma2", *ON_CPU]),
     "fsdp4_in_twos": (4, [RESHARD, "2", "--model.num_layers", "4"]),
 }
 
-QUICK = ("fsdp4_two_layers_deferred", "experts_tp2_fsdp2_ep2_selective")
+QUICK = ("fsdp4_two_layers_deferred", "experts_tp2_fsdp2_ep2_selective", "gemma3_tp2", "olmo3_tp2_cpu")
 
 
 def workload(**changes):
@@ -121,7 +129,9 @@ def measured(request, tmp_path_factory):
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_the_dry_run(name, measured):
-    """Of a model so small that a mask, an id or a statistic of a norm counts; larger ones are nearer."""
+    """Of a model so small that a mask, an id or a statistic of a norm counts; larger ones are nearer. With words
+    activations are within 1 percent.
+    """
     num_ranks, flags = measured[0][name]
     found = measured[1][name]
     config = with_dtype(parse(flags), on_gpu=True)
@@ -132,7 +142,9 @@ def test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_th
         assert planned["parameters"] == sum(stage[1] for stage in stages)
         assert held.own * work.weight_bytes == sum(stage[3] for stage in stages)
         assert held.state == sum(stage[2] for stage in stages)
-        assert planned["activations"] == pytest.approx(sum(stage[4] for stage in stages), rel=0.05)
+        assert planned["activations"] == pytest.approx(
+            sum(stage[4] for stage in stages), rel=0.01 if name.startswith(("gemma", "olmo")) else 0.05
+        )
     assert memory(work, counting="tensors").total == pytest.approx(found["peak"], rel=0.08)
 
 

@@ -9,11 +9,13 @@ parallelism. It has a part of d between the matmuls, and all of d in a matmul wh
 ``benchmarks/fit_planner_memory.py`` writes the constants.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from crius.host import ATTENTION_BLOCK
-from crius.models.description import FeedForward, Layer
+from crius.models.description import Attention, FeedForward, Layer, ModelDescription
 from crius.tools.plan.adapters import (
     adapted_peak,
     adapters_held,
@@ -93,23 +95,19 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     source = d / tp if workload.sequence_parallel else d
     queries, values = (attention.num_heads * width / tp for width in (attention.head_dim, attention.value_dim))
     keys = num_kv_heads * (attention.head_dim + attention.value_dim)  # and values together
-    # probabilities of the keys that a query sees, or the logarithms of their sums
-    seen = (workload.seq_len - ATTENTION_BLOCK) / 2 if workload.keeps_probabilities else 0.0
-    scores = 4 * attention.num_heads / tp * (seen or 1)
+    scores = _score_bytes(workload, attention)
     dense_width = ffn.width / tp
-    per_hidden = 3 + (pointwise in ("operators", "silu")) if ffn.gated else 2
-    headwise = (queries + num_kv_heads * attention.head_dim) * (
-        attention.qk_norm != "none"
-    )  # input of the heads' norms
+    has_result = pointwise in ("operators", "silu") or (ffn.activation != "silu" and not workload.compile)
+    per_hidden = 3 + has_result if ffn.gated else 2
     kept = kept_by(workload.model)
     routed = ffn.top_k * ffn.expert_width / tp
     is_whole = ffn.num_experts > 0 and not workload.splits_experts
     inputs = kept.inputs - (is_whole and not ffn.width)  # the router's input is counted with its output
-    none = 2 * source + inputs * d + queries + keys + values + headwise + per_hidden * dense_width
+    none = inputs * d + queries + keys + values + per_hidden * dense_width
     none += kept.adapters - (1 - kept.products) * dense_width
     if cp > 1:  # attention's results for the early and the late tokens of a rank are joined
-        mask = workload.seq_len / 2 / workload.microbatch if workload.keeps_mask else 0.0
-        none += keys * (cp - 1) + values + mask
+        none += keys * (cp - 1) + values
+    none += _mask_numbers(workload, attention)
     # of seven matmuls wq, wv, w1 and w2; attention; two reduce-scatters
     w2 = source * (tp > 1) + (d + source * (tp > 1)) * (not is_whole or ffn.width > 0)
     selective = source + queries + num_kv_heads * attention.value_dim + dense_width + w2 + values
@@ -123,24 +121,74 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
         dispatched = ffn.top_k * d / tp
         none += 2 * dispatched + per_hidden * routed
         selective = min(none, selective + 3 * dispatched + routed)  # sent, computed and sent back
-    has_norms = pointwise in ("operators", "norms")
-    normed = _norm_bytes(workload) * (2 * source + headwise) * has_norms
-    statistics = (2 + (attention.num_heads + attention.num_kv_heads) * (attention.qk_norm == "head")) / tp
-    normed += 4 * statistics * has_norms
+    of_norms, normed = _norm_bytes(workload, attention, source)
     # the gradients of a gate's factors; in bfloat16 also the casts of its operators
     widest = (2 if itemsize == 4 else 3) * max(dense_width, routed)
     return LayerBytes(
         full=source * itemsize + choice_bytes(workload, ffn) * is_whole,
         selective=selective * itemsize + chosen + scores,
-        none=none * itemsize + routing + normed + scores - kept.first * (source * itemsize + normed / 2),
+        none=none * itemsize + routing + of_norms + normed + scores - kept.first * (source * itemsize + normed / 2),
         backward=widest * itemsize,
     )
 
 
-def _norm_bytes(workload: Workload) -> float:
-    """Bytes per number that a norm's operators keep beyond its input; fewer if its weight is frozen."""
+def _score_bytes(workload: Workload, attention: Attention) -> float:
+    """Bytes per token of the probabilities of the keys that a query sees, or of the logarithms of their sums."""
+    heads = attention.num_heads / workload.layout.tp
+    if workload.keeps_probabilities:
+        return 4 * heads * (workload.seq_len - ATTENTION_BLOCK) / 2
+    if not attention.softcap or not workload.has_mask_matrix:
+        return 4 * heads
+    itemsize = workload.param_bytes
+    casts = itemsize < 4
+    of_pair = itemsize * (1 + casts) + 4  # bounded scores and probabilities
+    repeated = heads - max(1, attention.num_kv_heads / workload.layout.tp)  # key/value heads
+    return heads * workload.seq_len * of_pair + repeated * 2 * attention.head_dim * itemsize
+
+
+def _mask_numbers(workload: Workload, attention: Attention) -> float:
+    """Numbers per token of the mask that attention keeps: of the keys up to a token's chunk of the sequence."""
+    cp = workload.layout.cp
+    if attention.window or workload.model.config.attention_mask == "document":
+        seen = (2 * cp + 1) / (4 * cp) if cp > 1 else 1.0  # an early and a late chunk together
+        itemsize = workload.param_bytes if attention.softcap else 1  # a byte, or in the dtype of the scores
+        return workload.seq_len * seen / itemsize * workload.has_mask_matrix
+    return workload.seq_len / 2 / workload.microbatch * workload.keeps_mask
+
+
+def _norm_bytes(workload: Workload, attention: Attention, source: float) -> tuple[float, float]:
+    """Bytes per token of the inputs of a layer's norms, and of what their operators keep beyond them."""
+    tp = workload.layout.tp
+    operators = _pointwise(workload)
+    has_norms = operators in ("operators", "norms")
+    norms = 4 if workload.model.config.norms == "both" else 2
+    given, more = _bytes_per_number(workload, is_wide=workload.model.config.norm_plus_one)
+    inputs = given * norms * source
+    kept = (more * norms * source + 4 * norms / tp) * has_norms
+    heads = attention.num_heads / tp
+    kv_heads = max(1, attention.num_kv_heads / tp)
+    numbers = (heads + kv_heads) * attention.head_dim
+    if attention.qk_norm == "head":
+        inputs += given * numbers
+        kept += more * numbers * (operators == "operators")
+        kept += 4 * (attention.num_heads + attention.num_kv_heads) / tp * has_norms
+    elif attention.qk_norm == "all":
+        is_split = tp > 1
+        given, more = _bytes_per_number(workload, is_wide=workload.model.config.norm_plus_one or is_split)
+        inputs += given * numbers
+        kept += (more * numbers + 8) * (has_norms or is_split)
+    return inputs, kept
+
+
+def _bytes_per_number(workload: Workload, *, is_wide: bool) -> tuple[float, float]:
+    """Bytes per number of a norm's input, and of what its operators keep beyond it; fewer if its weight is frozen.
+
+    ``is_wide``: it computes in float32.
+    """
     itemsize, is_trained = workload.param_bytes, workload.model.adapted is None
-    return itemsize * (is_trained or itemsize < 4) + 4 * (itemsize < 4) * is_trained
+    if is_wide:
+        return 4, 4 * is_trained
+    return itemsize, itemsize * (is_trained or itemsize < 4) + 4 * (itemsize < 4) * is_trained
 
 
 _PRODUCT_PARTS = 8  # parts of a chunk's addition to the output layer's gradient (crius/kernels/linear_cross_entropy.py)
@@ -153,8 +201,9 @@ def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
     trained = vocabulary * model.dim * (model.adapted is None)  # of the output layer
     hidden = model.dim * tokens * itemsize
     part = hidden / workload.layout.tp if workload.sequence_parallel else hidden
-    wide = _norm_bytes(workload) / itemsize * (workload.pointwise in ("operators", "norms"))  # of the norm's input
-    normed = hidden + part * (1 + wide)
+    given, more = _bytes_per_number(workload, is_wide=model.config.norm_plus_one)
+    has_norms = workload.pointwise in ("operators", "norms")
+    normed = hidden + part / itemsize * (given + more * has_norms)
     if workload.loss_tokens is not None:
         # kept: the gradients of the hidden state and of the weight, which several chunks sum in float32
         has_chunks = tokens > workload.loss_tokens
@@ -277,11 +326,12 @@ def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMOR
 def _activations(workload: Workload, held: Held, constants: MemoryConstants) -> Activations:
     tokens = workload.tokens
     hidden = workload.model.dim / (workload.layout.tp if workload.sequence_parallel else 1) * workload.param_bytes
-    shared = _ROTARY_BYTES * workload.model.attention.rotary_dim + hidden * _sent(workload, held)
+    ropes = {layer.attention.rope for _, layer in workload.model.layers if layer.attention.rope}
+    shared = _ROTARY_BYTES * sum(rope.dim for rope in ropes) + hidden * _sent(workload, held)
     layers = held.layers
     kinds = tuple(
-        _kind(workload, spans, constants, has_experts=has_experts) if spans else LayerKind()
-        for has_experts, spans in ((False, layers.dense_spans), (True, layers.expert_spans))
+        _kind(workload, spans, constants) if spans else LayerKind()
+        for spans in (layers.dense_spans, layers.expert_spans)
     )
     return Activations((kinds[0], kinds[1]), workload.selective_layers or 1, shared * tokens, hidden * tokens)
 
@@ -290,14 +340,13 @@ def _kind(
     workload: Workload,
     spans: tuple[tuple[int, int], ...],
     constants: MemoryConstants,
-    *,
-    has_experts: bool,
 ) -> LayerKind:
     mode, tokens = workload.activation_checkpoint, workload.tokens
     factor = constants.nvfp4_kept if workload.precision == "nvfp4" else 1.0
-    _, layer = workload.model.experts if has_experts else workload.model.dense
-    assert layer is not None
-    one = workload.part(layer_bytes)(workload, layer)
+    shares = _shares(workload.model, spans)
+    each = [(share, workload.part(layer_bytes)(workload, layer)) for share, layer in shares]
+    one = LayerBytes(*(sum(share * getattr(of, field) for share, of in each) for field in LayerBytes.__annotations__))
+    [_, layer] = shares[0]
     own = least = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
     if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each in full
         own, least = one.none, one.full
@@ -308,6 +357,16 @@ def _kind(
         recomputed=(one.none - least) * tokens,
         backward=one.backward * tokens + _last_gradient(workload, layer.feed_forward),
     )
+
+
+@lru_cache(maxsize=256)
+def _shares(model: ModelDescription, spans: tuple[tuple[int, int], ...]) -> tuple[tuple[float, Layer], ...]:
+    """The layers in ``spans`` that differ, each with its share of them."""
+    layers = [layer for count, layer in model.layers for _ in range(count)]
+    found = [layer for begin, end in spans for layer in layers[begin:end]]
+    different = {id(layer): layer for layer in found}
+    counts = Counter(map(id, found))
+    return tuple((counts[key] / len(found), layer) for key, layer in different.items())
 
 
 def _last_gradient(workload: Workload, ffn: FeedForward) -> float:

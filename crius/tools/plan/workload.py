@@ -17,7 +17,7 @@ from crius.config.pipeline import (
     split_stages,
     stages_per_rank,
 )
-from crius.config.resolve import ITEMSIZE, batch_sizes, keeps_probabilities, loss_chunks
+from crius.config.resolve import ITEMSIZE, batch_sizes, caps_scores, keeps_probabilities, loss_chunks, varlen_obstacle
 from crius.config.run import RunConfig
 from crius.models.description import ModelDescription
 
@@ -76,6 +76,7 @@ class Workload:
         sequence_parallel: whether a rank has its part of the sequence between the matmuls of tensor parallelism.
         stage_layers: layers of each pipeline stage in order; empty: as even in cost as possible.
         keeps_mask: whether attention under context parallelism keeps an explicit mask, as a CPU's kernels do.
+        has_mask_matrix: whether masks of documents and windows are matrices of all pairs of tokens.
         keeps_probabilities: whether attention keeps its probabilities, as a CPU's kernel for short sequences does.
         snapshot: whether a copy of weights and optimizer state is kept for rollback.
         lora_base: for a model with adapters: format of its frozen layers, as in ``lora.base``.
@@ -113,6 +114,7 @@ class Workload:
     sequence_parallel: bool = True
     stage_layers: tuple[int, ...] = ()
     keeps_mask: bool = False
+    has_mask_matrix: bool = False
     keeps_probabilities: bool = False
     snapshot: bool = False
     lora_base: Literal["keep", "int8", "nf4"] = "keep"
@@ -225,10 +227,11 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         **_loss(config, facts, device),
         optimizer=config.optimizer.implementation,
         cpu_offload=training.enable_cpu_offload and device == "cuda",
-        pointwise=_pointwise(config, device),
+        pointwise=_pointwise(config, facts, device),
         muon=config.optimizer.name == "muon",
         stage_layers=layers_of_stages(split_stages(modules, num_stages(parallelism), parallelism)) if modules else (),
         keeps_mask=device != "cuda" and layout.cp > 1,
+        has_mask_matrix=_on_cpu(config, device) or bool(varlen_obstacle(config, facts) and not caps_scores(facts)),
         keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config, facts),
         snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
         lora_base=config.lora.base,
@@ -267,15 +270,16 @@ def _on_cpu(config: RunConfig, device: Device) -> bool:
     return device == "cpu" or (device == "dry_run" and config.training.device == "cpu")
 
 
-def _pointwise(config: RunConfig, device: Device) -> Pointwise:
+def _pointwise(config: RunConfig, facts: ModelDescription, device: Device) -> Pointwise:
     """Tensors that norms and gates keep. Compiled blocks keep only inputs. So do the fused kernels of a CPU, which need
-    float32 and plain tensors; norms under tensor parallelism compute with DTensors.
+    float32, as norms with 1 + weight have it, and plain tensors; norms under tensor parallelism compute with DTensors.
     """
     if config.compile.enable and device != "dry_run":
         return "fused"
     if device == "cuda":
         return "silu"
-    takes_fused = _on_cpu(config, device) and config.kernels.pointwise != "torch" and _param_bytes(config) == 4
+    is_wide = _param_bytes(config) == 4 or facts.config.norm_plus_one
+    takes_fused = _on_cpu(config, device) and config.kernels.pointwise != "torch" and is_wide
     if not takes_fused:
         return "operators"
     return "norms" if config.parallelism.tensor_parallel_degree > 1 else "fused"
