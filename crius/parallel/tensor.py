@@ -163,14 +163,14 @@ def _heads_norm(norm: RMSNorm, x_BTE: Tensor) -> Tensor:
     """Normalise all heads together, of which this rank computes some: the sums of squares are summed over the ranks."""
     weight = _weight(norm)
     mesh = weight.device_mesh
-    wide = torch.promote_types(x_BTE.dtype, torch.float32)
-    squares_BT1 = x_BTE.to(wide).square().sum(-1, keepdim=True)
+    wide_BTE = x_BTE.to(torch.promote_types(x_BTE.dtype, torch.float32))
+    squares_BT1 = wide_BTE.square().sum(-1, keepdim=True)
     copies = mesh.size() * x_BTE.shape[-1] // weight.shape[0]  # ranks that compute the same head
     mean_BT1 = all_gather(squares_BT1[None], mesh).sum(0) / (copies * weight.shape[0])
     first = mesh.get_local_rank() // copies * x_BTE.shape[-1]
     rows_E = _replica(weight)[first : first + x_BTE.shape[-1]]
-    normed_BTE = x_BTE.to(wide) * torch.rsqrt(mean_BT1 + norm.eps)
-    return (normed_BTE * norm.factor(rows_E, wide)).to(x_BTE.dtype)
+    normed_BTE = wide_BTE * torch.rsqrt(mean_BT1 + norm.eps)
+    return (normed_BTE * norm.factor(rows_E, wide_BTE.dtype)).to(x_BTE.dtype)
 
 
 def _route(router: Router, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
