@@ -55,8 +55,16 @@ def with_dtype(config: RunConfig, *, on_gpu: bool) -> RunConfig:
 
 
 def has_mask(config: RunConfig, model: Any) -> bool:
-    """Whether attention takes a mask, of documents or of windows; ``model`` as in ``varlen_obstacle``."""
-    return config.model.attention_mask == "document" or (model is not None and any(model.windows))
+    """Whether attention takes a mask, of documents, of windows or since only kernels with masks bound the scores.
+
+    ``model`` is as in ``varlen_obstacle``.
+    """
+    return config.model.attention_mask == "document" or (model is not None and any(model.windows)) or caps_scores(model)
+
+
+def caps_scores(model: Any) -> bool:
+    """Whether attention bounds its scores; ``model`` as in ``varlen_obstacle``."""
+    return model is not None and model.attention.softcap > 0
 
 
 def varlen_obstacle(config: RunConfig, model: Any) -> str:
@@ -95,8 +103,8 @@ def obstacle(config: RunConfig, model: Any) -> tuple[str, str]:
     training = config.training
     if config.model.attention_mask == "document":
         return "it takes no mask", "--kernels.attention auto, or --model.attention_mask causal"
-    if model and (any(model.windows) or model.attention.scale is not None):
-        return "it takes neither windows nor another scale", "--kernels.attention auto"
+    if model and (any(model.windows) or model.attention.scale is not None or caps_scores(model)):
+        return "it takes no windows, no other scale and no softcap", "--kernels.attention auto"
     if config.parallelism.context_parallel_degree > 1:
         return "context parallelism splits sequences among ranks", "--kernels.attention auto"
     dtype = training.mixed_precision_param

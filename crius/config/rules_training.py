@@ -5,7 +5,7 @@ import shlex
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.config.operation import CheckpointConfig
 from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, fits, group_of, nearest, parse_group
-from crius.config.resolve import compares_bits, has_mask, obstacle, varlen_obstacle
+from crius.config.resolve import caps_scores, compares_bits, has_mask, obstacle, varlen_obstacle
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError, LayoutError
 
@@ -143,6 +143,7 @@ STABILITY_RULES: tuple[Rule, ...] = (stability_flags_have_effect,)
 
 _LINEAR, _POINTWISE, _ATTENTION = "kernels.linear", "kernels.pointwise", "kernels.attention"
 _FLASH_VERSIONS = ("flash3", "flash4")
+_NO_SOFTCAP = "it does not bound the scores, as model.words attention_softcap asks"
 _HALF_ONLY = ("cudnn", "flash", "varlen", *_FLASH_VERSIONS)  # on a GPU: bfloat16 and float16
 
 
@@ -174,8 +175,15 @@ def attention_backend_runs(facts: Facts) -> Violations:
     if not on_gpu:
         if asked == "blocked":
             why, fix = obstacle(config, facts.model)
+        elif asked == "flash" and caps_scores(facts.model):
+            why = _NO_SOFTCAP
         elif asked not in ("auto", "flash", "math"):
             why = "on a CPU the backends are flash, math and blocked"
+    elif caps_scores(facts.model) and config.parallelism.context_parallel_degree > 1:
+        why = "with bounded scores only flex runs on a GPU, and context parallelism makes masks that it does not take"
+        fix = "--parallelism.context_parallel_degree 1"
+    elif caps_scores(facts.model) and asked not in ("auto", "flex", "blocked"):
+        why = _NO_SOFTCAP
     elif asked == "blocked":
         why, fix = "it is for CPUs", f"{fix}, or --training.device cpu"
     elif asked in _HALF_ONLY and config.training.mixed_precision_param == "float32":

@@ -71,12 +71,27 @@ def causal_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, scale: floa
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, scale=scale, enable_gqa=True)
 
 
-def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask, scale: float | None = None) -> Tensor:
-    """Attention where ``mask`` is True: ``(B, N, T, H)``; K divides N. ``scale`` as in ``causal_attention``."""
+def masked_attention(
+    q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask, scale: float | None = None, softcap: float = 0.0
+) -> Tensor:
+    """Attention where ``mask`` is True: ``(B, N, T, H)``; K divides N.
+
+    Args:
+        q_BNTH: queries.
+        k_BKTH: keys.
+        v_BKTH: values.
+        mask: keys that a query may see; with ``softcap`` not ``Documents``.
+        scale: as in ``causal_attention``.
+        softcap: bound of the scores; 0: none.
+    """
     if isinstance(mask, BlockMask):
         attend = _compiled(flex_attention, q_BNTH.device.type)
-        y: Tensor = attend(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, scale=scale, enable_gqa=True)
+        bound = _score_mod(softcap) if softcap else None
+        y: Tensor = attend(q_BNTH, k_BKTH, v_BKTH, bound, block_mask=mask, scale=scale, enable_gqa=True)
         return y
+    if softcap:
+        assert isinstance(mask, Tensor)
+        return _softcapped_attention(q_BNTH, k_BKTH, v_BKTH, mask, scale, softcap)
     if isinstance(mask, Documents):
         return _attention_by_document(q_BNTH, k_BKTH, v_BKTH, mask, scale)
     if q_BNTH.is_cuda:  # no other fused kernel takes both a mask and shared key/value heads
@@ -84,6 +99,32 @@ def masked_attention(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask,
     chosen = [_BACKENDS[name] for name in choice.current().attention if name in _BACKENDS]
     with sdpa_kernel([backend for backend in _MASKED if backend in chosen] or list(_MASKED)):
         return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
+def softcapped(x: Tensor, softcap: float) -> Tensor:
+    """``softcap * tanh(x / softcap)`` (Gemma 2, arXiv:2408.00118, section 2); with 0 ``x`` itself."""
+    return softcap * torch.tanh(x / softcap) if softcap else x
+
+
+@functools.cache  # a new function would be compiled again
+def _score_mod(softcap: float) -> Callable[..., Tensor]:
+    def bounded(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcapped(score, softcap)
+
+    return bounded
+
+
+def _softcapped_attention(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, scale: float | None, softcap: float
+) -> Tensor:
+    """The plain formula, for a CPU and for tokens that are read one by one. The softmax is in float32 at least."""
+    k_BNSH, v_BNSH = _repeated(q_BNTH, k_BKSH, v_BKSH)
+    scale = q_BNTH.shape[-1] ** -0.5 if scale is None else scale
+    scores_BNTS = softcapped(q_BNTH @ k_BNSH.transpose(-1, -2) * scale, softcap)
+    if mask is not None:
+        scores_BNTS = scores_BNTS.masked_fill(~mask, -torch.inf)
+    wide = torch.promote_types(q_BNTH.dtype, torch.float32)
+    return scores_BNTS.softmax(-1, dtype=wide).to(q_BNTH.dtype) @ v_BNSH
 
 
 # torch 2.11 lacks the argument and compares no numbers of heads; its FlashAttention takes shared heads all the same
@@ -108,7 +149,12 @@ def _attention_by_document(
 
 
 def cached_attention(
-    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, scale: float | None = None
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask: Tensor | None,
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of the newest tokens to all cached tokens and to themselves: ``(B, T, N, H)``.
 
@@ -118,9 +164,15 @@ def cached_attention(
         v_BSKH: values.
         mask: bool, ``(B or 1, 1, T, S)``. None: with T = 1 the token sees all S keys; with T = S attention is causal.
         scale: as in ``causal_attention``.
+        softcap: as in ``masked_attention``.
     """
     k_BKSH = k_BSKH.transpose(1, 2)
     v_BKSH = v_BSKH.transpose(1, 2)
+    if softcap:
+        count = q_BTNH.shape[1]
+        if mask is None and count > 1:
+            mask = torch.ones(count, count, dtype=torch.bool, device=q_BTNH.device).tril()
+        return _softcapped_attention(q_BTNH.transpose(1, 2), k_BKSH, v_BKSH, mask, scale, softcap).transpose(1, 2)
     if q_BTNH.shape[1] == 1:  # the query heads of a key/value head are rows of one matmul, and no key is copied
         q_BKGH = q_BTNH[:, 0].unflatten(1, (k_BSKH.shape[2], -1))
         y_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask, scale=scale)

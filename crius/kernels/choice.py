@@ -93,6 +93,7 @@ def resolve(
     no_varlen: str = "",
     is_split: bool = False,
     keeps_probabilities: bool = False,
+    caps_scores: bool = False,
 ) -> Choice:
     """Resolve ``[kernels]`` for a device.
 
@@ -107,6 +108,7 @@ def resolve(
         no_varlen: why attention on a GPU cannot use the ends of documents; empty where it can.
         is_split: whether context parallelism splits sequences. cuDNN's causal attention does not take their parts.
         keeps_probabilities: whether attention on a CPU may keep its probabilities, see ``crius.config.resolve``.
+        caps_scores: whether attention bounds its scores, which on a GPU flex alone does.
 
     Raises:
         ConfigError: a kernel that the config names does not run on the device.
@@ -116,7 +118,11 @@ def resolve(
     if capability and capability < (8, 0):
         no_varlen = no_varlen or "GPU before Ampere"
     mask = no_varlen if has_mask else None
-    order, why_attention = _attention(attention, device_type, (capability, cudnn), mask, keeps_probabilities)
+    if caps_scores and attention == "auto" and device_type != "cpu":
+        order: tuple[Attention, ...] = ("flex",)
+        why_attention = "auto: softcap"
+    else:
+        order, why_attention = _attention(attention, device_type, (capability, cudnn), mask, keeps_probabilities)
     is_main = order[:1] == ("varlen",) or (is_split and not has_mask)
     flash, why_flash = _flash(attention, capability, is_main)
     return Choice(

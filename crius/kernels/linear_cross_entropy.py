@@ -93,6 +93,21 @@ def score_block(
     return losses_C, p_CV.to(logits_CV.dtype)
 
 
+def softcapped_score(softcap: float) -> Score:
+    """A ``score_block`` of logits that are ``softcap * tanh(logits / softcap)`` of the given ones."""
+
+    def score(
+        logits_CV: Tensor, targets_C: Tensor, with_gradient: bool, gather: Gather | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        shares_CV = torch.tanh(logits_CV / softcap)
+        losses_C, gradient_CV = score_block(softcap * shares_CV, targets_C, with_gradient, gather)
+        if gradient_CV is None:
+            return losses_C, None
+        return losses_C, torch.ops.aten.tanh_backward(gradient_CV, shares_CV)
+
+    return score
+
+
 def _largest(x_CV: Tensor, otherwise: float) -> Tensor:
     """Largest number of each row; ``otherwise`` on a rank without columns, as with more ranks than vocabulary rows."""
     return x_CV.amax(1) if x_CV.shape[1] else x_CV.new_full((len(x_CV),), otherwise)

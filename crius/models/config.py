@@ -26,6 +26,7 @@ def gqa(
     o_bias: bool = False,
     window: int = 0,
     scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Attention:
     """Weights of grouped-query attention (arXiv:2305.13245), built as in ``crius.models.layers``.
 
@@ -40,6 +41,7 @@ def gqa(
         o_bias: the output layer has a bias.
         window: as in ``Attention``.
         scale: as in ``Attention``.
+        softcap: as in ``Attention``.
     """
     queries = num_heads * head_dim
     keys = num_kv_heads * head_dim
@@ -61,6 +63,7 @@ def gqa(
         rope=rope,
         window=window,
         scale=scale,
+        softcap=softcap,
         qk_norm=qk_norm,
         weights=tuple(weights),
     )
@@ -202,6 +205,7 @@ class DecoderConfig:
         mlp_bias: the layers of the feed-forward have biases.
         qk_norm: queries and keys are normalised before they are rotated: not, each head alone, or all heads together.
         attention_scale: factor of the scores of attention; None: ``head_dim ** -0.5``.
+        attention_softcap: bound c of the scores of attention: a score s becomes c tanh(s / c); 0: none.
         norms: RMSNorms before attention and feed-forward (``pre``), after them and before the residual is added
             (``post``), or ``both``.
         norm_plus_one: norms multiply by 1 + weight.
@@ -210,6 +214,7 @@ class DecoderConfig:
         embedding_multiplier_rounded: this factor is rounded to the dtype of the embeddings, as Gemma has it.
         residual_multiplier: factor of what a layer adds to the residual stream.
         logits_divisor: divisor of the logits.
+        logits_softcap: bound of the logits, as of the scores; 0: none.
     """
 
     dim: int
@@ -232,6 +237,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: Norm = "none"
     attention_scale: float | None = None
+    attention_softcap: float = 0.0
     norms: Placement = "pre"
     norm_plus_one: bool = False
     activation: Activation = "silu"
@@ -239,6 +245,7 @@ class DecoderConfig:
     embedding_multiplier_rounded: bool = False
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.head_dim == -1:
@@ -269,6 +276,7 @@ class DecoderConfig:
             o_bias=self.o_bias,
             window=kind.window,
             scale=self.attention_scale,
+            softcap=self.attention_softcap,
         )
 
     def layer(self, index: int) -> Layer:
@@ -317,6 +325,7 @@ WORDS = (
     "mlp_bias",
     "qk_norm",
     "attention_scale",
+    "attention_softcap",
     "norms",
     "norm_plus_one",
     "activation",
@@ -324,6 +333,7 @@ WORDS = (
     "embedding_multiplier_rounded",
     "residual_multiplier",
     "logits_divisor",
+    "logits_softcap",
 )
 """Fields of ``DecoderConfig`` that are no sizes: what its layers compute."""
 

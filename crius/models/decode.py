@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crius.errors import PlanError
-from crius.kernels.attention import Mask, cached_attention
+from crius.kernels.attention import Mask, cached_attention, softcapped
 from crius.kernels.cpu.linear import linear
 from crius.models.decoder import Decoder
 from crius.models.layers import CausalAttention, DocumentMask, replaceable
@@ -37,6 +37,7 @@ class CachedAttention(nn.Module):
         super().__init__()
         self.cache = cache
         self.scale = like.scale
+        self.softcap = like.softcap
         self.window = like.window
         self.kept: tuple[Tensor, Tensor] | None = None
 
@@ -65,7 +66,8 @@ class CachedAttention(nn.Module):
         end = self.cache.length + k_BTKH.shape[1]
         keys[:, begin:end] = k_BTKH
         values[:, begin:end] = v_BTKH
-        return cached_attention(q_BTNH, keys[:, :end], values[:, :end], self.cache.mask_of(end), self.scale)
+        mask = self.cache.mask_of(end)
+        return cached_attention(q_BTNH, keys[:, :end], values[:, :end], mask, self.scale, self.softcap)
 
     def _in_window(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
         if self.kept is None:
@@ -75,7 +77,7 @@ class CachedAttention(nn.Module):
             keys = torch.cat((self.kept[0], k_BTKH), dim=1)
             values = torch.cat((self.kept[1], v_BTKH), dim=1)
         mask = self.cache.mask_of(keys.shape[1], self.window)
-        y_BTNH = cached_attention(q_BTNH, keys, values, mask, self.scale)
+        y_BTNH = cached_attention(q_BTNH, keys, values, mask, self.scale, self.softcap)
         stop = keys.shape[1] - self.cache.padding
         first = max(0, stop - self.window + 1)
         self.kept = (keys[:, first:stop], values[:, first:stop])
@@ -138,7 +140,7 @@ class Cache:
             self._check()
         self.length += count
         logits_BV: Tensor = self._model.output(hidden_BTD, partial(self._logits, place=count - 1))
-        return logits_BV
+        return softcapped(logits_BV, self._model.config.logits_softcap)
 
     def _check(self) -> None:
         for name, module in self._model.named_modules():

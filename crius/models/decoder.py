@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from crius.errors import PlanError
-from crius.kernels.attention import Mask, ends_of_rows
+from crius.kernels.attention import Mask, ends_of_rows, softcapped
 from crius.models.config import DecoderConfig, RoutedConfig
 from crius.models.description import Layer, ModelDescription
 from crius.models.layers import (
@@ -135,12 +135,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): block(config, i) for i in range(config.num_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps, plus_one=config.norm_plus_one)
         self.output = Output(config.dim, config.vocab_size, bias=False)
-        self.loss = Loss()
+        self.loss = Loss(config.logits_softcap)
         self.ties = config.ties
         self._frequencies: dict[tuple[Rope, torch.device], Tensor] = {}
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        if config.attention_mask == "document" or any(layer.attention.window for _, layer in config.layers()):
+        has_windows = any(layer.attention.window for _, layer in config.layers())
+        if config.attention_mask == "document" or has_windows or config.attention_softcap:
             self.document_mask = DocumentMask()
 
     def forward(
@@ -160,8 +161,12 @@ class Decoder(nn.Module):
             ends_BM: ends of the documents of each row; None: they follow from ``positions_BT``.
         """
         h_BTD = self.hidden(tokens_BT, positions_BT, ends_BM)
-        result: Tensor = self.output(h_BTD) if labels_BT is None else self.loss(h_BTD, labels_BT, self.output)
+        result: Tensor = self.logits(h_BTD) if labels_BT is None else self.loss(h_BTD, labels_BT, self.output)
         return result
+
+    def logits(self, h_BTD: Tensor) -> Tensor:
+        """Logits ``(..., V)`` of the result of ``hidden``, ``(..., D)``."""
+        return softcapped(self.output(h_BTD), self.config.logits_softcap)
 
     def hidden(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, ends_BM: Tensor | None = None) -> Tensor:
         """Input of the output layer, ``(B, T, D)``; arguments as in ``forward``."""
@@ -171,7 +176,8 @@ class Decoder(nn.Module):
         ropes: dict[Rope | None, tuple[Tensor, Tensor] | None] = {None: None}
         masks: dict[int, Mask | None] = {}
         if self.config.attention_mask == "causal":
-            masks[0] = None
+            if not self.config.attention_softcap:
+                masks[0] = None
             # of whole sequences; a rank may have a part of the hidden state
             ends_BM = ends_of_rows(tokens_BT.shape[0], positions_BT.shape[1], positions_BT.device)
         for index, layer in self.layers.items():

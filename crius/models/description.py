@@ -96,6 +96,7 @@ class Attention:
         rope: rotary positions; None: the layer has none.
         window: newest tokens that a token attends to, itself included; 0: all.
         scale: factor of the scores; None: ``head_dim ** -0.5``.
+        softcap: bound of the scores; 0: none.
         qk_norm: how queries and keys are normalised.
         weights: weights of the attention module, in its order, with names relative to it.
     """
@@ -107,6 +108,7 @@ class Attention:
     rope: Rope | None
     window: int = 0
     scale: float | None = None
+    softcap: float = 0.0
     qk_norm: Norm = "none"
     weights: tuple[Weight, ...]
 

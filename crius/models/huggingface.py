@@ -30,6 +30,7 @@ class Size(NamedTuple):
         has_default: transformers has a default for a file without this key.
         other: name of the key in other versions of transformers; both names are read.
         power: our value is the file's to this power.
+        null: our value for null in the file; None: null is as no key.
     """
 
     key: str
@@ -38,9 +39,12 @@ class Size(NamedTuple):
     has_default: bool = False
     other: str = ""
     power: float = 1.0
+    null: float | None = None
 
     def told(self, value: Any) -> Any:
         """The file's value for ours."""
+        if self.null is not None and value == self.null:
+            return None
         if self.power == 1.0:
             return value
         number = float(f"{value ** (1 / self.power):.12g}")
@@ -369,7 +373,7 @@ def _take(
     known = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
     words: dict[str, Any] = {}
     for size in (*_SIZES, *family.sizes):
-        name, field_name, kind, has_default, other, power = size
+        name, field_name, kind, has_default, other, power, null = size
         target = words if field_name in WORDS else settings
         both = [key for key in (name, other) if key and key in content]
         key = both[0] if both else name
@@ -378,6 +382,9 @@ def _take(
             yield f"{one} and {two} are two names of one size, with two values"
             continue
         value = known.get(key, content.get(key))
+        if value is None and null is not None and key in content:
+            target[field_name] = null
+            continue
         if value is None and has_default:
             if field_name in family.defaults and not (key in content and field_name == "num_kv_heads"):
                 target[field_name] = family.defaults[field_name]

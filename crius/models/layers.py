@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crius.errors import PlanError
-from crius.kernels.attention import Mask, causal_attention, document_mask, masked_attention
+from crius.kernels.attention import Mask, causal_attention, document_mask, masked_attention, softcapped
 from crius.kernels.cpu.linear import linear
 from crius.kernels.cpu.pointwise import rms_norm, rotary, swiglu
 from crius.kernels.linear_cross_entropy import Chunks, linear_cross_entropy, token_losses
@@ -193,17 +193,24 @@ class CausalAttention(nn.Module):
     Args:
         scale: factor of the scores; None: ``H ** -0.5``.
         window: newest tokens that a token attends to, which the mask says too; 0: all.
+        softcap: bound of the scores; 0: none.
     """
 
-    def __init__(self, scale: float | None = None, window: int = 0) -> None:
+    def __init__(self, scale: float | None = None, window: int = 0, softcap: float = 0.0) -> None:
         super().__init__()
         self.scale = scale
         self.window = window
+        self.softcap = softcap
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Mask | None) -> Tensor:
-        """``(B, T, N, H)``; ``mask`` is the result of ``document_mask``, or None for plain causal attention."""
+        """``(B, T, N, H)``; ``mask`` is the result of ``document_mask``, or None for plain causal attention without a
+        bound of the scores.
+        """
         q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        y = causal_attention(q, k, v, self.scale) if mask is None else masked_attention(q, k, v, mask, self.scale)
+        if mask is None:
+            y = causal_attention(q, k, v, self.scale)
+        else:
+            y = masked_attention(q, k, v, mask, self.scale, self.softcap)
         return y.transpose(1, 2)
 
 
@@ -255,7 +262,7 @@ class Attention(nn.Module):
             widths = (queries, keys) if is_whole else (facts.head_dim, facts.head_dim)
             self.q_norm = RMSNorm(widths[0], config.norm_eps, plus_one=config.norm_plus_one)
             self.k_norm = RMSNorm(widths[1], config.norm_eps, plus_one=config.norm_plus_one)
-        self.inner = CausalAttention(facts.scale, facts.window)
+        self.inner = CausalAttention(facts.scale, facts.window, facts.softcap)
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask | None) -> Tensor:
         """``(B, T, D)``; arguments as in ``attend``."""
@@ -314,13 +321,17 @@ class Output(Linear):
 class Loss(nn.Module):
     """Sum of the token losses of hidden states. A separate module, so that hooks can find it.
 
+    Args:
+        softcap: bound of the logits; 0: none.
+
     Attributes:
         chunks: chunks that logits and losses are computed in; None computes all logits, then all losses.
         token_losses: function of all logits and labels, used without chunks; it may be compiled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, softcap: float = 0.0) -> None:
         super().__init__()
+        self.softcap = softcap
         self.chunks: Chunks | None = None
         self.token_losses: Callable[[Tensor, Tensor], Tensor] = token_losses
 
@@ -338,7 +349,7 @@ class Loss(nn.Module):
         if self.chunks is not None:
             loss: Tensor = output(hidden_BTD, partial(linear_cross_entropy, labels_BT=labels_BT, chunks=self.chunks))
             return loss
-        losses = self.token_losses(output(hidden_BTD), labels_BT)
+        losses = self.token_losses(softcapped(output(hidden_BTD), self.softcap), labels_BT)
         return losses.sum(dtype=torch.float64)
 
 

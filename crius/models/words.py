@@ -61,12 +61,13 @@ def _parsed(name: str, value: Any) -> Any:
 
 
 def _checked(name: str, value: Any, like: Any) -> Any:
-    """``value``, if it is a number above 0 or a truth as ``like`` is."""
+    """``value``, if it is a truth as ``like`` is, or a number above 0; also 0 if ``like`` is."""
     if isinstance(like, bool):
         if not isinstance(value, bool):
             raise ValueError(f"{name} {json.dumps(value)[:100]} is neither true nor false")
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
-        raise ValueError(f"{name} {json.dumps(value)[:100]} is no number above 0")
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63 or value == 0 != like:
+        least = "above 0" if like else "of at least 0"
+        raise ValueError(f"{name} {json.dumps(value)[:100]} is no number {least}")
     elif name == "window" and not isinstance(value, int):
         raise ValueError(f"window {value} is no whole number")
     elif name == "rotary_share" and value > 1:

@@ -102,7 +102,7 @@ class _AttentionOfShard(CausalAttention):
     """Replacement of an attention that needs tokens of other ranks."""
 
     def __init__(self, shard: ContextShard, like: CausalAttention) -> None:
-        super().__init__(like.scale, like.window)
+        super().__init__(like.scale, like.window, like.softcap)
         self._shard = shard
         self._has_flash = _flash_on_gpu()
 
@@ -120,7 +120,7 @@ class _AttentionOfShard(CausalAttention):
         else:
             if mask is None:
                 mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
-            y = masked_attention(q, k, v, mask, self.scale)
+            y = masked_attention(q, k, v, mask, self.scale, self.softcap)
         return y.transpose(1, 2)
 
 

@@ -24,7 +24,7 @@ from crius.config.pipeline import describe_microbatches, describe_stages, num_st
 from crius.config.resolve import BatchSizes, LossChunks, loss_chunks
 from crius.config.run import RunConfig
 from crius.config.training import DenseQuantizeConfig, OptimizerConfig
-from crius.kernels.linear_cross_entropy import Chunks
+from crius.kernels.linear_cross_entropy import Chunks, score_block, softcapped_score
 from crius.models import registry
 from crius.models.decoder import check_decoder
 from crius.models.description import ModelDescription
@@ -180,7 +180,8 @@ def describe_loss(chunks: LossChunks, num_tokens: int, vocabulary: int, itemsize
 def set_up_loss(part: nn.Module, chunks: LossChunks, config: RunConfig) -> None:
     """Make a part of the model compute its loss in ``chunks``, compiled if asked for."""
     loss = loss_of(part)
-    loss.chunks = None if chunks.tokens is None else Chunks(chunks.tokens, chunks.block_tokens)
+    score = softcapped_score(loss.softcap) if loss.softcap else score_block
+    loss.chunks = None if chunks.tokens is None else Chunks(chunks.tokens, chunks.block_tokens, score)
     if config.compile.enable and config.compile.loss:
         loss.token_losses = compile_loss(loss.token_losses, config.compile)
         loss.chunks = loss.chunks and replace(loss.chunks, score=compile_loss(loss.chunks.score, config.compile))

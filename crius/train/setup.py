@@ -25,7 +25,15 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 import crius
 from crius.config.operation import ProfilerConfig
-from crius.config.resolve import USABLE, auto_dtype, has_mask, keeps_probabilities, leaves_open, varlen_obstacle
+from crius.config.resolve import (
+    USABLE,
+    auto_dtype,
+    caps_scores,
+    has_mask,
+    keeps_probabilities,
+    leaves_open,
+    varlen_obstacle,
+)
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
 from crius.data.corpus import Corpus
@@ -159,6 +167,7 @@ def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:
         no_varlen=varlen_obstacle(config, model),
         is_split=config.parallelism.context_parallel_degree > 1,
         keeps_probabilities=keeps_probabilities(config, model),
+        caps_scores=caps_scores(model),
     )
 
 

@@ -119,9 +119,16 @@ def test_a_window_is_attention_by_ends_and_no_matrix_of_all_pairs(fake_gpu):
     assert not [code for code in codes if f"{TOKENS}, {TOKENS})" in code or "efficient_attention" in code]
 
 
-def test_flex_attention_makes_no_matrix_of_all_pairs_of_tokens(fake_gpu):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model.attention_mask", "document", "--kernels.attention", "flex"),
+        ("--model.words", '{"attention_softcap": 50.0}'),
+    ],
+    ids=["documents", "softcap"],
+)
+def test_flex_attention_makes_no_matrix_of_all_pairs_of_tokens(flags, fake_gpu):
     """Two templates forward and backward; the mask is blocks of 128 x 128."""
-    flags = ("--model.attention_mask", "document", "--kernels.attention", "flex")
     codes = generated(fake_gpu, *flags)
     assert not [code for code in codes if f"{TOKENS}, {TOKENS})" in code]
     assert [code for code in codes if re.search(r"triton_tem_\w*flex_attention", code)]

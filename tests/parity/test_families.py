@@ -43,6 +43,7 @@ MULTIPLIERS = {
     "residual_multiplier": 0.22,
     "logits_scaling": 6.0,
 }
+SOFTCAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 CASES = {
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama_yarn": ("Llama", {"rope_parameters": YARN}),
@@ -64,6 +65,8 @@ CASES = {
         "Olmo3",
         {"sliding_window": 7, "rope_parameters": {"full_attention": YARN, "sliding_attention": NEAR}},
     ),
+    "gemma2": ("Gemma2", {"sliding_window": 7, "query_pre_attn_scalar": 12, **SOFTCAPS}),
+    "gemma2_without": ("Gemma2", {"sliding_window": 7} | dict.fromkeys(SOFTCAPS)),
     "gemma3": ("Gemma3Text", {"sliding_window": 7, "query_pre_attn_scalar": 12, "num_hidden_layers": 12}),
     "gemma3_linear": (
         "Gemma3Text",
@@ -256,6 +259,8 @@ PUBLISHED = {
     ("phi3", "mini-4k"): 3_821_079_552,
     ("olmo2", "1b"): 1_484_916_736,
     ("olmo2", "13b"): 13_716_198_400,
+    ("gemma2", "2b"): 2_614_341_888,
+    ("gemma2", "9b"): 9_241_705_984,
     ("gemma3", "270m"): 268_098_176,
     ("gemma3", "1b"): 999_885_952,
 }

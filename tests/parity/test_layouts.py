@@ -58,6 +58,8 @@ LAYOUTS = {
     "olmo3": WORDS,
     # biases everywhere, multipliers, scale, layers without positions, few rotary dims, exact GELU
     "smollm3": WORDS,
+    # bounded scores and logits
+    "gemma2": ("fsdp2", "tp2", "pp2", "cp2+document", "cp2+ulysses"),
 }
 EVERY_WORD = {
     "pattern": [{}, {"positions": False, "window": 9}],
@@ -74,6 +76,7 @@ EVERY_WORD = {
 OF_MODELS = {
     "sigmoid_moe": SIGMOID_MOE,
     "gemma3": ("--model.name", "gemma3", "--model.num_kv_heads", "1", "--model.words", NEAR),
+    "gemma2": ("--model.name", "gemma2"),
     "olmo3": ("--model.name", "olmo3", "--model.words", NEAR),
     "smollm3": ("--model.name", "smollm3", "--model.words", json.dumps(EVERY_WORD)),
 }

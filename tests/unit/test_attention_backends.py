@@ -62,16 +62,18 @@ def test_a_chosen_order_compiles_in_one_graph(chosen):
         torch.testing.assert_close(attend(*inputs), causal_attention(*inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_flex_sees_what_the_dense_mask_shows():
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+def test_flex_sees_what_the_dense_mask_shows(softcap):
     inputs = [x.detach() for x in qkv(256)]
-    want = masked_attention(*inputs, document_mask(POSITIONS))
+    want = masked_attention(*inputs, document_mask(POSITIONS), softcap=softcap)
     with applied(FLEX):
         blocks = document_mask(POSITIONS)
         assert isinstance(blocks, BlockMask)
-        got = masked_attention(*inputs, blocks)
+        got = masked_attention(*inputs, blocks, softcap=softcap)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # float32: another order of sums
-    other = masked_attention(*inputs, document_mask(POSITIONS.flip(0)))
-    assert not torch.allclose(other, want, atol=1e-3)
+    for other in ((POSITIONS.flip(0), softcap), (POSITIONS, softcap + 0.1)):
+        changed = masked_attention(*inputs, document_mask(other[0]), softcap=other[1])
+        assert not torch.allclose(changed, want, atol=1e-3)
 
 
 def test_flex_leaves_out_blocks_without_a_pair():

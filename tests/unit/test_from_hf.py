@@ -119,9 +119,9 @@ SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
     [
         (
             {"model_type": "gemma"},
-            'has model_type "gemma", not the model_type of gemma3, granite, llama3, mistral, mixtral',
+            'has model_type "gemma", not the model_type of gemma2, gemma3, granite, llama3, mistral, mixtral',
         ),
-        ({"model_type": "gemma3"}, "use a config.json of gemma3_text, granite, llama, mistral, mixtral, olmo2"),
+        ({"model_type": "gemma3"}, "use a config.json of gemma2, gemma3_text, granite, llama, mistral, mixtral, olmo2"),
         ({"model_type": ...}, "has model_type null"),
         ({"architectures": ["LlamaForSequenceClassification"]}, 'only ["LlamaForCausalLM"] is supported'),
         ({"attention_bias": 1}, "attention_bias is 1, not true or false"),

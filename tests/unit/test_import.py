@@ -190,7 +190,7 @@ def test_what_transformers_saves_of_another_architecture_is_refused_by_name(name
     error = capsys.readouterr().err
     assert (
         f'has model_type "{family.lower()}"' in error
-        and "fix    use a config.json of gemma3_text, granite, llama, mistral, mixtral" in error
+        and "fix    use a config.json of gemma2, gemma3_text, granite, llama, mistral, mixtral" in error
     )
     assert error.count("Error: ") == 1 and not (tmp_path / "run").exists()
 

@@ -1,5 +1,7 @@
 """The chunked loss is the loss: same value and gradients as with all logits at once, at a fraction of the memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import llama, parse
@@ -10,7 +12,15 @@ from crius.config.resolve import loss_chunks
 from crius.config.rules_quantize import chunked_loss_has_its_layer
 from crius.config.run import RunConfig
 from crius.kernels import linear_cross_entropy as kernel
-from crius.kernels.linear_cross_entropy import IGNORE_INDEX, Chunks, linear_cross_entropy, reference, score_block
+from crius.kernels.linear_cross_entropy import (
+    IGNORE_INDEX,
+    Chunks,
+    linear_cross_entropy,
+    reference,
+    score_block,
+    softcapped_score,
+    token_losses,
+)
 from crius.models import registry
 from crius.tools.dry_run.recorder import Recorder
 from crius.train.build import describe_loss, set_up_loss
@@ -50,6 +60,18 @@ def test_chunks_change_neither_loss_nor_gradients(chunks, dtype, tolerance):
     want = gradients(reference, hidden.double(), weight.double(), labels)
     got = gradients(lambda *args: linear_cross_entropy(*args, chunks), hidden, weight, labels)
     assert max(distances(got, want)) < tolerance
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[:2], ids=lambda chunks: f"{chunks.tokens}-{chunks.block_tokens}")
+def test_bounded_logits_have_the_gradients_of_their_formula(chunks):
+    def formula(hidden, weight, labels):
+        logits = 2 * torch.tanh(torch.nn.functional.linear(hidden, weight) / 2)
+        return token_losses(logits, labels).sum(dtype=torch.float64)
+
+    bounded = replace(chunks, score=softcapped_score(2.0))
+    want = gradients(formula, *case())
+    got = gradients(lambda *args: linear_cross_entropy(*args, bounded), *case())
+    assert max(distances(got, want)) < 1e-14
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -12,6 +12,7 @@ FP32 = ["--training.mixed_precision_param", "float32"]
 HALF_MASK = [*BF16, *MASK]
 SPLIT = ["--parallelism.context_parallel_degree", "2"]
 GPU = {"num_gpus": 1}
+SOFTCAP = ["--model.words", '{"attention_softcap": 50.0}']
 
 # rule, flags, what else is known if anything is, in the sentence, in "why", in "fix"
 CASES = [
@@ -107,6 +108,17 @@ CASES = [
         "varlen",
         "on a CPU the backends are flash",
         "attention auto",
+    ),
+    (attention_backend_runs, [ATTENTION, "varlen", *BF16, *SOFTCAP], GPU, "varlen", "bound the scores", "auto"),
+    (attention_backend_runs, [ATTENTION, "flash", *SOFTCAP], "flash", "bound the scores", "auto"),
+    (attention_backend_runs, [ATTENTION, "blocked", *FP32, *SOFTCAP], "blocked", "no softcap", "auto"),
+    (
+        attention_backend_runs,
+        [ATTENTION, "auto", *BF16, *SOFTCAP, *SPLIT],
+        GPU,
+        "auto",
+        "only flex",
+        "context_parallel_degree 1",
     ),
     (
         attention_backend_runs,

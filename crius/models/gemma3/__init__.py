@@ -6,9 +6,10 @@ on the Hugging Face hub.
 
 from dataclasses import dataclass
 
-from crius.models.config import DecoderConfig, LayerKind
-from crius.models.description import Activation, Norm, Placement
-from crius.models.huggingface import ATTENTION_BIAS, NAMES, HuggingFace, Kinds, Size
+from crius.models.config import LayerKind
+from crius.models.description import Norm
+from crius.models.gemma2 import GEMMA_COMPUTES, GEMMA_NAMES, GEMMA_SIZES, Gemma2Config
+from crius.models.huggingface import HuggingFace, Kinds
 from crius.models.rope import LinearScaling
 from crius.models.spec import ModelSpec
 
@@ -19,27 +20,15 @@ def _pattern(window: int) -> tuple[LayerKind, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(DecoderConfig):
-    """Sizes of one Gemma 3 model. The factor of the embeddings is ``dim ** 0.5`` unless it is given."""
+class Gemma3Config(Gemma2Config):
+    """Sizes of one Gemma 3 model."""
 
     vocab_size: int = 262_144
-    head_dim: int = 256
     rope_theta: float = 1_000_000.0
-    norm_eps: float = 1e-6
-    tied_embeddings: bool = True
     pattern: tuple[LayerKind, ...] = _pattern(1024)
     qk_norm: Norm = "head"
-    attention_scale: float | None = 256**-0.5
-    norms: Placement = "both"
-    norm_plus_one: bool = True
-    activation: Activation = "gelu_tanh"
-    embedding_multiplier: float = 0.0
-    embedding_multiplier_rounded: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.embedding_multiplier:
-            object.__setattr__(self, "embedding_multiplier", self.dim**0.5)
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
 
 
 _LONG = LinearScaling(factor=8.0)
@@ -92,14 +81,9 @@ FLAVORS: dict[str, Gemma3Config] = {
 HF = HuggingFace(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    names=NAMES
-    | {
-        "layers.*.attention_post_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-        "layers.*.ffn_norm.weight": "model.layers.*.pre_feedforward_layernorm.weight",
-        "layers.*.ffn_post_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
-    },
+    names=GEMMA_NAMES,
     config=Gemma3Config,
-    sizes=(*ATTENTION_BIAS, Size("query_pre_attn_scalar", "attention_scale", float, True, power=-0.5)),
+    sizes=GEMMA_SIZES,
     kinds=Kinds(
         windows="listed",
         window=4096,
@@ -108,13 +92,7 @@ HF = HuggingFace(
         local_theta=10_000.0,
         local_key="rope_local_base_freq",
     ),
-    computes={
-        "hidden_act": (),
-        "hidden_activation": ("gelu_pytorch_tanh", None),
-        "use_bidirectional_attention": (False, None),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-    },
+    computes=GEMMA_COMPUTES | {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
     defaults={
         "num_kv_heads": 4,
         "head_dim": 256,

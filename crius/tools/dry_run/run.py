@@ -1,6 +1,7 @@
 """``crius train --dry_run``: the real build, layout and step of one rank of many, on fake tensors in this process."""
 
 import contextlib
+import json
 import logging
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled, kind, summary
 from crius.config.pipeline import describe_stages
+from crius.config.resolve import caps_scores
 from crius.config.run import RunConfig
 from crius.config.training import CompileConfig
 from crius.errors import ConfigError, LayoutError
@@ -111,9 +113,13 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
         lines.append("async tensor parallelism is left out: the collectives include the ones that it would fuse")
     if config.training.enable_cpu_offload:
         lines.append("cpu offload: memory of the host and of the device are counted together")
-    if config.kernels.attention == "flex":
+    caps = caps_scores(describe_model(config)) and config.training.device != "cpu"
+    if config.kernels.attention == "flex" or caps:
         lines.append("flex is left out: memory is that of kernels.attention auto")
         config = replace(config, kernels=replace(config.kernels, attention="auto"))
+    if caps:  # by flex, which keeps as much
+        words = json.dumps({**json.loads(config.model.words or "{}"), "attention_softcap": 0.0})
+        config = replace(config, model=replace(config.model, words=words))
     parallelism = replace(config.parallelism, enable_async_tensor_parallel=False)
     return replace(config, compile=CompileConfig(), parallelism=parallelism), lines
 

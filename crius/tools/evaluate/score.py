@@ -127,7 +127,7 @@ def _target_scores(model: Decoder, hidden_ND: Tensor, targets_N: Tensor) -> tupl
     log_probs = []
     is_greedy = []
     for hidden, targets in zip(hidden_ND.split(size), targets_N.split(size), strict=True):
-        logits_NV = model.output(hidden)
+        logits_NV = model.logits(hidden)
         is_greedy.append(logits_NV.argmax(1) == targets)
         log_probs.append(log_probs_of(logits_NV, targets))
     return torch.cat(log_probs).double().cpu(), torch.cat(is_greedy).cpu()
