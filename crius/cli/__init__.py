@@ -31,6 +31,7 @@ VERBS = {
     "import": "importing",
     "export": "exporting",
     "report": "report",
+    "models": "models",
     "runs": "runs",
     "compare": "runs",
     "sweep": "sweep",

@@ -46,6 +46,7 @@ VERBS = (
     "data audit",
     "doctor",
     "report",
+    "models",
     "runs",
     "compare",
     "sweep",

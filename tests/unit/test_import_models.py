@@ -97,6 +97,11 @@ def test_commands_that_are_printed_name_the_module(folder):
     assert "ready: crius train --model.name ours --import ours" in crius("doctor", *small, cwd=folder).stdout
 
 
+def test_the_list_of_models_has_a_named_module(folder):
+    done = crius("models", "--import", "ours", cwd=folder)
+    assert "\nours: llama LlamaForCausalLM\n  flavors  tiny 1\n" in done.stdout, done.stderr
+
+
 def test_a_configuration_cannot_name_a_module(folder):
     (folder / "a.toml").write_text("import = 'ours'\n")
     done = crius("train", "--config", "a.toml", cwd=folder)

@@ -56,13 +56,24 @@ def torch_seconds():
         (["--help"], 0, "train"),
         (["train", "--help"], 0, "--training.steps"),
         (["__complete", "train", "--recipe", "sm"], 0, "smollm2_lora"),
+        (["models"], 0, "gemma3_text"),
         (["config", "show"], 0, "training.steps"),
         (["config", "diff", "llama3_debug", "llama3_debug"], 0, "no difference"),
         (["train", "--training.stepz", "3"], 2, "unknown flag --training.stepz"),
         (["train", "--training.steps", "0"], 2, "training.steps 0 must be"),
         (["train", "--data.source", "text", "--data.path", "/none"], 1, "DataError: /none does not exist"),
     ],
-    ids=["help", "train_help", "completion", "config_show", "config_diff", "wrong_flag", "broken_rule", "no_data"],
+    ids=[
+        "help",
+        "train_help",
+        "completion",
+        "models",
+        "config_show",
+        "config_diff",
+        "wrong_flag",
+        "broken_rule",
+        "no_data",
+    ],
 )
 def test_it_answers_at_once_and_without_torch(argv, code, said, tmp_path, torch_seconds):
     spent = []
