@@ -1,11 +1,13 @@
 """``crius import``."""
 
 import json
-from typing import Annotated, Literal
+import shlex
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from crius.cli.app import Json, app, emit
+from crius.errors import ConfigError
 
 
 @app.command(name="import")
@@ -16,8 +18,18 @@ def import_weights(
             help="Folder of Hugging Face (config.json, safetensors), PEFT adapter, name on the hub, or GGUF file."
         ),
     ],
-    target: Annotated[str, Parameter(help="Run folder to write: its model, its tokenizer, a checkpoint of step 0.")],
+    target: Annotated[
+        str, Parameter(help="Run folder to write: its model, its tokenizer, a checkpoint of step 0.")
+    ] = "",
     *,
+    explain: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Print first what each file and each key of config.json becomes, and every reason against an import. "
+            "Without TARGET nothing is written, and SOURCE may be a config.json.",
+        ),
+    ] = False,
     adapter: Annotated[
         Literal["", "merge", "keep", "leave_out"],
         Parameter(
@@ -33,15 +45,39 @@ def import_weights(
     """Import a model as a run folder, for --checkpoint.init_from. No code in it is executed.
 
     The weights keep their bits. If tensors do not fit the model in config.json, all of them are named, nothing is
-    written and the exit code is 1.
+    written and the exit code is 1. What --explain finds has exit code 2.
     """
     from crius.tools.convert.importing import import_model
 
+    told: dict[str, Any] = {}
+    if explain:
+        told = _explained(source, adapter, is_printed=not as_json or not target, as_json=as_json)
+    if explain and not target:
+        return 0
+    if not target:
+        fix = f"crius import {shlex.quote(source)} DIR, or --explain"
+        raise ConfigError("no run folder to write is given.", where="command line", fix=fix)
     done = import_model(source, target, adapter=adapter, allow_nonfinite=allow_nonfinite)
-    emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
+    emit(json.dumps({**done.as_dict(), **told}, indent=2) if as_json else "\n".join(done.lines()))
     if not as_json:
         emit(f"train on it: crius train --checkpoint.init_from {done.where}")
     if done.adapters and not as_json:
         place = f"--config {done.where}/run.toml --checkpoint.load_path {done.where}/checkpoints"
         emit(f"train the adapter further: crius train {place}")
     return 0
+
+
+def _explained(source: str, adapter: str, *, is_printed: bool, as_json: bool) -> dict[str, Any]:
+    """What an import makes of a source. It is printed in any case if that is a refusal.
+
+    Raises:
+        ConfigError: the source is refused, with every reason.
+    """
+    from crius.tools.convert.explaining import explain
+
+    explanation = explain(source, adapter)
+    told = explanation.as_dict()
+    if is_printed or explanation.refusals:
+        emit(json.dumps(told, indent=2) if as_json else "\n".join(explanation.lines()))
+    explanation.check()
+    return told

@@ -332,19 +332,29 @@ def described(model: Mapping[str, Any]) -> ModelDescription:
 
 
 def _of_hugging_face(folder: Path, where: str) -> Weights:
-    model = settled(read_model_settings(str(folder), families(), where, with_weights=True)[1])
-    names = model_files(folder)
-    if not names:
-        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
-        raise CheckpointError(
-            f"{folder} has no model{SUFFIX}, index or model-*-of-*{SUFFIX}.",
-            where=where,
-            why=f"{pickles[0]} is a pickle, which can run code; it was not read" if pickles else "",
-            fix="get the repository's safetensors, or save them: model.save_pretrained(DIR) in transformers",
-        )
+    errors: list[CriusError] = []
+    try:
+        model = settled(read_model_settings(str(folder), families(), where, with_weights=True)[1])
+    except ConfigError as error:
+        errors.append(error)
+    try:
+        names = model_files(folder)
+        if not names:
+            pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+            raise CheckpointError(
+                f"{folder} has no model{SUFFIX}, index or model-*-of-*{SUFFIX}.",
+                where=where,
+                why=f"{pickles[0]} is a pickle, which can run code; it was not read" if pickles else "",
+                fix="get the repository's safetensors, or save them: model.save_pretrained(DIR) in transformers",
+            )
+        foreign = read_safetensors(folder)
+    except CheckpointError as error:
+        errors.append(error)
+    if errors:
+        raise ConfigError.together(errors)
     return Weights(
         model=model,
-        tensors=hugging_face_tensors(read_safetensors(folder), model, str(folder)),
+        tensors=hugging_face_tensors(foreign, model, str(folder)),
         tokenizer=str(folder) if (folder / TOKENIZER).is_file() or original_file(folder) else "",
         chat_template=read_chat_template(str(folder)),
         kind="Hugging Face",

@@ -11,12 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 from crius.errors import ConfigError
 from crius.models.config import WORDS, DecoderConfig, LayerKind
+from crius.models.keys import Noted
 from crius.models.rope import parse_rope_scaling, rope_scaling_of, rope_scaling_text, scaling_section
 from crius.models.words import parse_words, shortest, usual_words, words_text
 from crius.strict_json import load_object
 
 _LARGEST_FILE = 1 << 20
 _MOST_LAYERS = 100_000
+_LONGEST = 4_000
 _LARGEST_NUMBER = 2**63 - 1
 
 
@@ -209,26 +211,74 @@ def read_model_settings(
     Raises:
         ConfigError: the file cannot be read, or describes a model that Crius lacks; all mismatches are listed.
     """
-    file, content = _read(path, where)
-    kind = content.get("model_type")
-    name = next((name for name, family in families.items() if family.model_type == kind), "")
+    file, content = read_config(path, where)
+    name, family = family_of(content, families)
+    settings, wrong = judged(content, family, name, with_weights=with_weights)
     if not name:
+        kind = _shown(content.get("model_type"))
+        wrong += [f"{key} {_shown(value)} is in no family" for key, value in content.unread.items()]
         raise ConfigError(
-            f"{file} has model_type {_shown(kind)}, not the model_type of {_any_of(families) or 'any model'}.",
+            f"{file} has model_type {kind}, not the model_type of {_any_of(families) or 'any model'}.",
             where=where,
+            why="; ".join(wrong)[:_LONGEST] or "its other keys are known: docs/adding_a_model.md adds such a family",
             fix=f"use a config.json of {_any_of(family.model_type for family in families.values())}",
         )
-    settings: dict[str, Any] = {"name": name, "flavor": "custom"}
-    taken = _take(content, families[name], settings, is_float32=with_weights)
-    wrong = list(dict.fromkeys((*_differences(content, families[name]), *taken)))
-    if with_weights and (quantised := content.get("quantization_config")) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        wrong.append(f"quantization_config: weights quantised by {_shown(method)} are not read; give unquantised ones")
     if wrong:
-        fix = f"give the config.json of another {families[name].model_type}"
+        fix = f"give the config.json of another {family.model_type}"
         errors = (ConfigError(f"{file}: {what}.", where=where, fix=fix) for what in wrong)
         raise ConfigError.together(list(errors))
     return str(file), settings
+
+
+def family_of(content: Mapping[str, Any], families: Mapping[str, HuggingFace]) -> tuple[str, HuggingFace]:
+    """Name and description of the family of a config.json.
+
+    If its ``model_type`` is unknown, the name is empty, and the family reads every key that some family reads.
+    """
+    kind = content.get("model_type")
+    for name, family in families.items():
+        if family.model_type == kind:
+            return name, family
+    computes: dict[str, tuple[Any, ...]] = {}
+    for family in families.values():
+        for key, same in family.must_compute.items():
+            if key in content and key != "sliding_window":  # a pattern says it
+                computes[key] = (*computes.get(key, ()), *same)
+    has_positions = {"no_rope_layers", "no_rope_layer_interval"}.isdisjoint(content)
+    any_of_them = HuggingFace(
+        model_type="",
+        architecture="",
+        sizes=tuple(size for family in families.values() for size in family.sizes if size.key in content),
+        kinds=Kinds(
+            windows="listed",
+            full_every=1,
+            local_theta=1.0,
+            local_key="rope_local_base_freq",
+            no_positions_every=0 if has_positions else 4,
+        ),
+        computes=computes,
+    )
+    return "", any_of_them
+
+
+def judged(
+    content: Mapping[str, Any], family: HuggingFace, name: str, *, with_weights: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Fields of ``[model]`` in the content of a config.json, and what it has that is not supported.
+
+    Args:
+        content: the content.
+        family: family of the file, from ``family_of``.
+        name: its name, or empty.
+        with_weights: as in ``read_model_settings``.
+    """
+    settings: dict[str, Any] = {"name": name, "flavor": "custom"}
+    taken = _take(content, family, settings, is_float32=with_weights)
+    wrong = list(dict.fromkeys((*_differences(content, family), *taken)))
+    if with_weights and (quantised := content.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        wrong.append(f"quantization_config: weights quantised by {_shown(method)} are not read; give unquantised ones")
+    return settings, wrong
 
 
 def settings_in(content: Mapping[str, Any], family: HuggingFace, name: str) -> dict[str, Any]:
@@ -307,7 +357,12 @@ def _shown(value: object) -> str:
     return json.dumps(value)[:100]
 
 
-def _read(path: str, where: str) -> tuple[Path, dict[str, Any]]:
+def read_config(path: str, where: str) -> tuple[Path, Noted]:
+    """The place and the content of a config.json.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     file = Path(path)
     try:
         file = file.expanduser()
@@ -331,7 +386,7 @@ def _read(path: str, where: str) -> tuple[Path, dict[str, Any]]:
     try:
         if len(content) > _LARGEST_FILE:
             raise ValueError("it is longer than 1 MiB")
-        return file, load_object(content)
+        return file, Noted(load_object(content))
     except ValueError as error:
         fix = "give the config.json of a model"
         raise ConfigError(f"{file} is not a valid config.json: {str(error)[:200]}.", where=where, fix=fix) from None
@@ -341,7 +396,7 @@ def _differences(content: Mapping[str, Any], family: HuggingFace) -> Iterator[st
     """Keys of a file that our model does not support."""
     architectures = content.get("architectures") or [family.architecture]
     of_base_model = family.architecture.replace("ForCausalLM", "Model")
-    if architectures not in ([family.architecture], [of_base_model]):
+    if family.architecture and architectures not in ([family.architecture], [of_base_model]):
         yield f"architectures is {_shown(architectures)}; only {_shown([family.architecture])} is supported"
     for key, same in family.must_compute.items():
         value = content.get(key)

@@ -554,3 +554,12 @@ def test_a_word_about_an_adapter_that_does_not_fit_is_refused(kind, way, adapter
     source = {"model": model, "adapter": adapter}[kind]
     assert main(["import", str(source), str(tmp_path / "run"), "--adapter", way]) == 2
     assert f"from   --adapter {way}" in capsys.readouterr().err
+
+
+def test_an_adapter_is_explained_with_the_keys_of_its_base(adapter, capsys):
+    assert main(["import", str(adapter), "--explain", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["files"] == {"adapter_config.json": "settings of the adapter", ADAPTER_FILE: "the adapter"}
+    assert "dim 8" in facts["keys"].values() and facts["model"]["dim"] == 8
+    assert main(["import", str(adapter), "--explain", "--adapter", "leave_out"]) == 2
+    assert "from   --adapter leave_out" in capsys.readouterr().err

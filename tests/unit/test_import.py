@@ -219,6 +219,100 @@ def test_a_setting_that_changes_the_computation_is_refused_by_name(name, folder,
     assert said in error and not (tmp_path / "run").exists()
 
 
+def explained(capsys, *words):
+    """Exit code, what ``--explain --json`` prints, and the errors."""
+    code = main(["import", *words, "--explain", "--json"])
+    said = capsys.readouterr()
+    return code, json.loads(said.out), said.err
+
+
+def test_each_file_is_explained_and_nothing_is_written(folder, tmp_path, capsys):
+    for name in ("README.md", "old.safetensors", "pytorch_model.bin", "modeling_own.py"):
+        (folder / name).write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    code, facts, error = explained(capsys, str(folder))
+    assert (code, facts["refusals"]) == (0, []) and "Error" not in error
+    files = facts["files"]
+    assert sorted(files) == sorted(file.name for file in folder.iterdir())
+    assert files["config.json"] == "settings of the model" and files["tokenizer.json"] == "tokenizer"
+    assert files[shard(folder).name] == "weights" and files[INDEX] == "names the files of the weights"
+    left_out = {name: why for name, why in files.items() if why.startswith("left out: ")}
+    assert list(left_out) == ["README.md", "modeling_own.py", "old.safetensors", "pytorch_model.bin"]
+    assert "pickle" in files["pytorch_model.bin"] and "not executed" in files["modeling_own.py"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_each_key_that_changes_the_computation_is_explained(folder, capsys):
+    config(folder, rope_parameters=STRETCHED, sideways_attention=3, unused=None)
+    code, facts, _ = explained(capsys, str(folder / "config.json"))
+    assert code == 0
+    became = {key.split()[0]: told for key, told in facts["keys"].items()}
+    assert became["hidden_size"] == "dim 64" and became["hidden_act"] == "as without it"
+    assert became["rope_parameters"].startswith("rope_theta 500000.0; rope_scaling {")
+    assert facts["unknown"] == {"sideways_attention": 3}
+    config(folder, attention_bias=True)
+    _, facts, _ = explained(capsys, str(folder / "config.json"))
+    assert facts["keys"]["attention_bias true"] == "qkv_bias true; o_bias true"
+    assert facts["model"]["name"] == "llama3"
+    assert main(["import", str(folder / "config.json"), "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "keys that are not known, and not read: sideways_attention 3\n" in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_every_reason_against_an_import_is_told_at_once(folder, tmp_path, capsys):
+    config(folder, hidden_act="relu", use_sliding_window=True)
+    shard(folder).unlink()
+    code, facts, error = explained(capsys, str(folder), str(tmp_path / "run"))
+    assert code == 2 and not (tmp_path / "run").exists()
+    for told in (error, json.dumps(facts["refusals"])):
+        assert "hidden_act" in told and "use_sliding_window" in told and FIRST in told
+    assert facts["keys"]["use_sliding_window true"] == "use_sliding_window true is not supported, only false is"
+    assert main(["import", str(folder), "--explain"]) == 2
+    assert "Error: 2 problems" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tokenizer_of_another_model", "500 ids"),
+        ("tensors_missing", "9 that the model has"),
+        ("pickle", "is a pickle"),
+        ("index_that_lies", "model-00002-of-00014.safetensors"),
+    ],
+)
+def test_a_single_reason_has_exit_code_2_too(name, said, folder, tmp_path, capsys):
+    HOSTILE[name][0](folder)
+    before = sorted(tmp_path.iterdir())
+    code, _, error = explained(capsys, str(folder))
+    assert code == 2 and said in error and error.count("Error: ") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_unknown_family_is_refused_with_all_keys_that_no_family_has(folder, capsys):
+    config(folder, model_type="other", architectures=["OtherForCausalLM"], q_lora_rank=64, sinks=True)
+    config(folder, hidden_act="relu", layer_types=["linear_attention"] * 4, sliding_window=7, partial_rotary_factor=0.5)
+    code, facts, error = explained(capsys, str(folder))
+    assert code == 2 and facts["unknown"] == {"q_lora_rank": 64, "sinks": True}
+    for reason in ('model_type "other"', "q_lora_rank 64 is in no family", "sinks true is in no family"):
+        assert reason in error
+    assert 'hidden_act "relu" is not supported' in error and "linear_attention" in error
+    assert "sliding_window 7" not in error and "partial_rotary_factor" not in error
+
+
+def test_an_import_is_explained_first_and_then_done(folder, tmp_path, capsys):
+    code, facts, _ = explained(capsys, str(folder), str(tmp_path / "run"))
+    assert code == 0 and facts["run"] == str(tmp_path / "run") and facts["files"]
+    assert open_weights(str(tmp_path / "run")).model == facts["model"]
+
+
+def test_what_is_no_source_and_what_has_no_target_are_errors(folder, tmp_path, capsys):
+    assert main(["import", str(folder)]) == 2
+    assert f"fix    crius import {folder} DIR, or --explain" in capsys.readouterr().err
+    assert main(["import", str(tmp_path / "nowhere"), "--explain"]) == 2
+    assert "there is no" in capsys.readouterr().err
+
+
 def test_a_folder_without_config_json_is_refused_by_name(folder, tmp_path, capsys):
     (folder / "config.json").unlink()
     assert main(["import", str(folder), str(tmp_path / "run")]) == 2

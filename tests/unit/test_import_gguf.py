@@ -1,5 +1,6 @@
 """GGUF files: small ones with the weights of a model of transformers, and ones that lie."""
 
+import json
 import os
 
 import numpy as np
@@ -68,6 +69,15 @@ def test_tensors_come_back_as_the_model_has_them(kind, half, tmp_path, capsys):
     for name, array in expected.items():
         assert found.tensors[name].dtype == {"float16": "F16", "float32": "F32"}[str(array.dtype)]
         assert bytes(found.tensors[name].read()) == array.tobytes(), name
+
+
+def test_a_file_is_explained(tmp_path, capsys):
+    write(tmp_path / "model.gguf", "llama")
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "model.gguf"), "--explain", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["files"] == {"model.gguf": "all of it"} and facts["model"]["dim"] == 64
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "model.gguf"]
 
 
 TOLD = {

@@ -119,15 +119,13 @@ def import_model(source: str, target: str, *, adapter: str = "", allow_nonfinite
     """
     place = Path(target).expanduser()
     with new_folder(target) as folder:
-        weights, files, note = _opened(source, adapter)
+        weights, files, note = open_source(source, adapter)
         parameters = finite_parameters(weights, source)
-        adapters = _kept(source, weights, adapter)
+        adapters = kept_adapters(source, weights, adapter)
         (folder / TOKENIZER_FOLDER).mkdir()
-        for name, write in files.items():
-            write(folder / TOKENIZER_FOLDER / name)
         for name, content in handed_on(weights).said.items():
             (folder / TOKENIZER_FOLDER / name).write_bytes(encoded(content))
-        about = _tokenizer(folder, weights.model["vocab_size"], note)
+        about = write_tokenizer(folder, files, weights.model["vocab_size"], note)
         tables: dict[str, dict[str, Any]] = {"model": dict(weights.model)}
         if adapters:
             tables["lora"] = {**vars(adapters.lora), "targets": list(adapters.lora.targets)}
@@ -160,7 +158,7 @@ def _read(tensor: TensorSource, dtype: str) -> memoryview:
         raise CheckpointError(what, where="--adapter merge", fix="--adapter keep") from None
 
 
-def _kept(source: str, weights: Weights, adapter: str) -> Adapters | None:
+def kept_adapters(source: str, weights: Weights, adapter: str) -> Adapters | None:
     """The adapters that are written without their base.
 
     Raises:
@@ -174,24 +172,23 @@ def _kept(source: str, weights: Weights, adapter: str) -> Adapters | None:
     return weights.adapters if is_kept else None
 
 
-def _opened(source: str, adapter: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]], str]:
+def open_source(source: str, adapter: str) -> tuple[Weights, Mapping[str, Callable[[Path], object]], str]:
     """The weights of a source, with any numbers, functions that write each file of its tokenizer, and a note on the
     tokenizer.
+
+    Raises:
+        CriusError: see ``import_model``.
     """
     path = Path(source).expanduser()
     if path.suffix == SUFFIX and path.exists():
         found = open_gguf(path, "command line")
         texts = {name: (lambda to, text=text: to.write_text(text)) for name, text in found.tokenizer.items()}
         return found.weights, texts, found.note
+    place = located(source)
     if (path / METADATA).exists():
         fix = f"crius checkpoint convert {source} DIR, and --checkpoint.load_path DIR"
         what = "is a checkpoint of torch's DCP, which does not name its model"
         raise ConfigError(f"{source} {what}.", where="command line", fix=fix)
-    is_name = not path.exists() and _HUB_NAME.fullmatch(source)
-    if not path.exists() and not is_name and "://" not in source:
-        fix = "give a Hugging Face folder, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
-        raise ConfigError(f"there is no {source}.", where="command line", fix=fix)
-    place = str(_from_hub(source)) if is_name else source
     weights = open_weights(place, adapter=adapter, allow_nonfinite=True)
     tokenizer = Path(weights.tokenizer)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
@@ -202,6 +199,21 @@ def _opened(source: str, adapter: str) -> tuple[Weights, Mapping[str, Callable[[
         return weights, copies, "byte" if weights.tokenizer else f"none: {source} has no {TOKENIZER}"
     original = None if TOKENIZER in copies else original_file(folder)
     return weights, copies | _converted(folder, original), f"converted from {original.name}" if original else ""
+
+
+def located(source: str) -> str:
+    """The path of a source, which the hub may have to return first.
+
+    Raises:
+        ConfigError: there is no such source.
+        EnvironmentError: a package is missing, or the hub does not return the files.
+    """
+    path = Path(source).expanduser()
+    is_name = not path.exists() and _HUB_NAME.fullmatch(source)
+    if not path.exists() and not is_name and "://" not in source:
+        fix = "give a Hugging Face folder, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
+        raise ConfigError(f"there is no {source}.", where="command line", fix=fix)
+    return str(_from_hub(source)) if is_name else source
 
 
 def _converted(folder: Path, original: Path | None) -> dict[str, Callable[[Path], object]]:
@@ -246,9 +258,25 @@ def copy_file(folder: Path, name: str, to: Path) -> None:
     to.write_bytes(read_inside(folder, name, _LARGEST_FILE))
 
 
-def _tokenizer(folder: Path, num_rows: int, note: str) -> str:
-    """Description of the tokenizer in a run folder; an empty tokenizer folder is removed."""
+def write_tokenizer(folder: Path, files: Mapping[str, Callable[[Path], object]], num_rows: int, note: str) -> str:
+    """Write a tokenizer into a run folder; an empty tokenizer folder is removed.
+
+    Args:
+        folder: the run folder.
+        files: functions that write each file, from ``open_source``.
+        num_rows: rows of the model's embedding.
+        note: from ``open_source``.
+
+    Returns:
+        A description of the tokenizer.
+
+    Raises:
+        CriusError: it is damaged, or the model has fewer rows.
+    """
     place = folder / TOKENIZER_FOLDER
+    place.mkdir(exist_ok=True)
+    for name, write in files.items():
+        write(place / name)
     if not (place / TOKENIZER).exists():
         with contextlib.suppress(OSError):  # it has what the source said
             place.rmdir()
