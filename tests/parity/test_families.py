@@ -1,11 +1,13 @@
 """Families of transformers: tiny random models that it wrote compute the same here, and go back as they came."""
 
 import functools
+import importlib
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from harness import crius
 from safetensors import safe_open
 
 from crius.errors import ConfigError
@@ -35,6 +37,7 @@ TINY = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 NEAR = {"rope_type": "default", "rope_theta": 5e5}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ODD = {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False, "beta_fast": 20, "beta_slow": 2}
 WITHOUT_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 MULTIPLIERS = {
@@ -80,8 +83,36 @@ CASES = {
             },
         },
     ),
+    "cwm": ("Cwm", {"sliding_window": 7, "rope_parameters": LLAMA3}),
 }
 NAMES = list(CASES)
+# a family that Crius lacks, as words alone: what its user writes
+OUTSIDE = """
+from dataclasses import dataclass
+from crius.models.config import DecoderConfig, LayerKind
+from crius.models.huggingface import NAMES, HuggingFace, Kinds
+from crius.models.spec import ModelSpec
+
+NEAR = LayerKind(window=8192)
+
+@dataclass(frozen=True, kw_only=True)
+class CwmConfig(DecoderConfig):
+    vocab_size: int = 128_256
+    head_dim: int = 128
+    rope_theta: float = 1_000_000.0
+    pattern: tuple[LayerKind, ...] = (LayerKind(), NEAR, NEAR, NEAR)
+
+HF = HuggingFace(
+    model_type="cwm",
+    architecture="CwmForCausalLM",
+    names=NAMES,
+    config=CwmConfig,
+    kinds=Kinds(windows="listed", window=8192),
+    defaults={"head_dim": 128, "num_kv_heads": 8, "norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+)
+FLAVORS = {"32b": CwmConfig(dim=6144, num_layers=64, num_heads=48, num_kv_heads=8, ffn_dim=21_504)}
+SPEC = ModelSpec(name="cwm", flavors=FLAVORS, hf=HF)
+"""
 
 
 def theirs(name, **more):
@@ -167,6 +198,16 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("families")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def outside(root):
+    """The folder of the module of a family that is no part of Crius; this process knows the family."""
+    (root / "cwm.py").write_text(OUTSIDE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root)
+        patch.setitem(registry.SPECS, "cwm", importlib.import_module("cwm").SPEC)
+        yield root
+
+
 @pytest.fixture(scope="module")
 def differences(root):
     @functools.cache
@@ -235,6 +276,17 @@ def test_a_model_without_a_source_is_told_so_that_transformers_builds_it(name, r
     again = settings_in(same.to_dict(), family, model["name"])
     assert {key: again[key] for key in again if key != "words"} == {key: model[key] for key in again if key != "words"}
     assert words_of(again, family) == words_of(model, family)
+
+
+def test_a_family_of_words_is_25_lines_that_a_user_names(outside):
+    """Outside of the repository; the tests above hold it to transformers as they do every family."""
+    assert len([line for line in OUTSIDE.splitlines() if line]) <= 25
+    folder = folder_of("cwm", outside)
+    unknown = crius("import", folder, "run", cwd=outside)
+    assert unknown.returncode == 2 and "its other keys are known" in unknown.stderr
+    done = crius("import", folder, "run", "--explain", "--import", "cwm", cwd=outside)
+    assert done.returncode == 0, done.stderr
+    assert "layer_types" in done.stdout and "model       cwm: dim 60" in done.stdout
 
 
 def words_of(model, family):
