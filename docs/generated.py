@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import importlib.util
 import re
+import runpy
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import docstring_parser
@@ -130,6 +132,12 @@ def api() -> str:
     if importlib.util.find_spec("crius.api") is None:
         return ""
     return "```{eval-rst}\n.. automodule:: crius.api\n   :members:\n```"
+
+
+def capabilities() -> str:
+    """Which family can do what, as the last ``make test-all`` proved it."""
+    made: str = runpy.run_path(str(Path(__file__).parents[1] / "tests/capabilities.py"))["page"]()
+    return made
 
 
 def text(docstring: str) -> str:

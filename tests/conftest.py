@@ -22,7 +22,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)  # no thread pool in this process: workers are forked from it
 
-pytest_plugins = ["suites", "cpu_time", "workers"]
+pytest_plugins = ["suites", "cpu_time", "capabilities", "workers"]
 
 
 def suite_folder(tmp_path_factory):
