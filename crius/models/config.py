@@ -200,6 +200,7 @@ class DecoderConfig:
         attention_mask: tokens that a token attends to: all earlier ones, or the earlier ones of its document.
         pattern: kinds of the layers, repeated until every layer has one.
         rotary_share: share of a head's dims, the leading ones, that rotary positions rotate.
+        rotary_pairs: a rotation turns neighbouring dims, not one of the first half with one of the second.
         qkv_bias: queries, keys and values have biases.
         o_bias: the output layer of attention has a bias.
         mlp_bias: the layers of the feed-forward have biases.
@@ -232,6 +233,7 @@ class DecoderConfig:
     attention_mask: Literal["causal", "document"] = "causal"
     pattern: tuple[LayerKind, ...] = (LayerKind(),)
     rotary_share: float = 1.0
+    rotary_pairs: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -320,6 +322,7 @@ class DecoderConfig:
 WORDS = (
     "pattern",
     "rotary_share",
+    "rotary_pairs",
     "qkv_bias",
     "o_bias",
     "mlp_bias",

@@ -249,6 +249,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = facts.head_dim
         self.rotary_dim = facts.rotary_dim
+        self.rotary_pairs = config.rotary_pairs
         self.qk_norm = facts.qk_norm
         biased = {weight.name.removesuffix(".bias") for weight in facts.weights if weight.kind == "bias"}
         queries = facts.num_heads * facts.head_dim
@@ -286,9 +287,13 @@ class Attention(nn.Module):
 
     def _rotated(self, x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.rotary_dim == self.head_dim:
-            return rotary(x_BTNH, cos, sin)
+            return rotary(self._in_halves(x_BTNH), cos, sin)
         leading, rest = x_BTNH.split((self.rotary_dim, self.head_dim - self.rotary_dim), dim=-1)
-        return torch.cat((rotary(leading, cos, sin), rest), dim=-1)
+        return torch.cat((rotary(self._in_halves(leading), cos, sin), rest), dim=-1)
+
+    def _in_halves(self, x_BTNH: Tensor) -> Tensor:
+        """Queries or keys with the firsts of all pairs, then the seconds: their products stay the same."""
+        return x_BTNH.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.rotary_pairs else x_BTNH
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values before the rotation by positions: ``(B, T, N, H)`` and twice ``(B, T, K, H)``."""

@@ -83,11 +83,13 @@ CASES = {
             },
         },
     ),
+    "ernie4_5": ("Ernie4_5", {"use_bias": True}),
     "cwm": ("Cwm", {"sliding_window": 7, "rope_parameters": LLAMA3}),
 }
 NAMES = list(CASES)
-# a family that Crius lacks, as words alone: what its user writes
-OUTSIDE = """
+# families that Crius lacks, as words alone: what their users write
+OUTSIDE = {
+    "cwm": """
 from dataclasses import dataclass
 from crius.models.config import DecoderConfig, LayerKind
 from crius.models.huggingface import NAMES, HuggingFace, Kinds
@@ -112,7 +114,32 @@ HF = HuggingFace(
 )
 FLAVORS = {"32b": CwmConfig(dim=6144, num_layers=64, num_heads=48, num_kv_heads=8, ffn_dim=21_504)}
 SPEC = ModelSpec(name="cwm", flavors=FLAVORS, hf=HF)
-"""
+""",
+    "ernie4_5": """
+from dataclasses import dataclass
+from crius.models.config import DecoderConfig
+from crius.models.huggingface import NAMES, HuggingFace, Size
+from crius.models.spec import ModelSpec
+
+@dataclass(frozen=True, kw_only=True)
+class ErnieConfig(DecoderConfig):
+    vocab_size: int = 103_424
+    head_dim: int = 128
+    tied_embeddings: bool = True
+    rotary_pairs: bool = True
+
+HF = HuggingFace(
+    model_type="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    names=NAMES,
+    config=ErnieConfig,
+    sizes=tuple(Size("use_bias", word, bool, True) for word in ("qkv_bias", "o_bias", "mlp_bias")),
+    defaults={"head_dim": 128, "num_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 500_000.0, "tied_embeddings": True},
+)
+FLAVORS = {"0.3b": ErnieConfig(dim=1024, num_layers=18, num_heads=16, num_kv_heads=2, ffn_dim=3072)}
+SPEC = ModelSpec(name="ernie4_5", flavors=FLAVORS, hf=HF)
+""",
+}
 
 
 def theirs(name, **more):
@@ -200,11 +227,12 @@ def root(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def outside(root):
-    """The folder of the module of a family that is no part of Crius; this process knows the family."""
-    (root / "cwm.py").write_text(OUTSIDE)
+    """The folder of the modules of families that are no part of Crius; this process knows the families."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(root)
-        patch.setitem(registry.SPECS, "cwm", importlib.import_module("cwm").SPEC)
+        for name, text in OUTSIDE.items():
+            (root / f"{name}.py").write_text(text)
+            patch.setitem(registry.SPECS, name, importlib.import_module(name).SPEC)
         yield root
 
 
@@ -280,7 +308,8 @@ def test_a_model_without_a_source_is_told_so_that_transformers_builds_it(name, r
 
 def test_a_family_of_words_is_25_lines_that_a_user_names(outside):
     """Outside of the repository; the tests above hold it to transformers as they do every family."""
-    assert len([line for line in OUTSIDE.splitlines() if line]) <= 25
+    for text in OUTSIDE.values():
+        assert len([line for line in text.splitlines() if line]) <= 25
     folder = folder_of("cwm", outside)
     unknown = crius("import", folder, "run", cwd=outside)
     assert unknown.returncode == 2 and "its other keys are known" in unknown.stderr

@@ -64,6 +64,7 @@ LAYOUTS = {
 EVERY_WORD = {
     "pattern": [{}, {"positions": False, "window": 9}],
     "rotary_share": 0.5,
+    "rotary_pairs": True,
     "qkv_bias": True,
     "o_bias": True,
     "mlp_bias": True,
