@@ -13,9 +13,20 @@ EXPERTS = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+WINDOWS = {
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    },
+}
+OWN = EXPERTS | {"gemma3": WINDOWS}
 KINDS = {
     "llama": ("Llama", False),
     "llama_tied": ("Llama", True),
+    "gemma3": ("Gemma3Text", True),
+    "qwen2": ("Qwen2", False),
     "qwen3": ("Qwen3", False),
     "qwen3_tied": ("Qwen3", True),
     "qwen3_moe": ("Qwen3Moe", False),
@@ -28,9 +39,9 @@ def save(kind: str, folder: Path, *, dtype=torch.float32, **sizes):
     import transformers
 
     family, tied = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**SIZES | EXPERTS.get(kind, {}) | sizes, tie_word_embeddings=tied)
+    config = getattr(transformers, f"{family}Config")(**SIZES | OWN.get(kind, {}) | sizes, tie_word_embeddings=tied)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start at 1, which would hide one in another's place

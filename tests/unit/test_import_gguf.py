@@ -1,26 +1,34 @@
 """GGUF files: small ones with the weights of a model of transformers, and ones that lie."""
 
+import itertools
 import json
 import os
 
 import numpy as np
 import pytest
+import torch
 from pretrained_samples import SIZES, save
 
 from crius.cli import main
-from crius.interop.weights import open_weights
+from crius.interop.weights import described, open_weights, settled
 from crius.models import registry
 from crius.tools.convert import importing
 from crius.tools.convert.exporting import model_config
-from crius.tools.convert.gguf_file import _translated
+from crius.tools.convert.gguf_file import _MODELS, _QUANTISED, _translated, open_gguf
 
 gguf = pytest.importorskip("gguf")
-pytest.importorskip("transformers")
+AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 
 FIELDS = {
     **{"embedding_length": 64, "block_count": 4, "feed_forward_length": 160, "attention.head_count": 4},
     **{"attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 10_000.0},
     "attention.key_length": SIZES["head_dim"],
+}
+
+
+OF_GEMMA = {
+    **{"attention.sliding_window": 16, "attention.sliding_window_pattern": 2},
+    **{"rope.freq_base": 1e6, "rope.freq_base_swa": 2e4, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
 }
 
 
@@ -30,13 +38,13 @@ def paired(rows, head_dim):
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def write(file, kind, *, architecture="", half=False, drop="", **fields):
+def write(file, kind, *, architecture="", half=False, drop="", whole="", **fields):
     """A GGUF file; returns the weights by our names, as they are to come back."""
     model = save(kind, file.parent / "model")
-    name = "qwen3" if kind.startswith("qwen3") else "llama3"
-    weights = open_weights(str(file.parent / "model")).tensors
-    family, numbers = registry.families()[name], model.state_dict()
-    architecture = architecture or family.model_type
+    opened = open_weights(str(file.parent / "model"))
+    weights = opened.tensors
+    family, numbers = registry.families()[opened.model["name"]], model.state_dict()
+    architecture = architecture or family.model_type.removesuffix("_text")
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in (FIELDS | fields).items():
         if value is not None:
@@ -48,8 +56,12 @@ def write(file, kind, *, architecture="", half=False, drop="", **fields):
         array = numbers[family.translated(ours)].numpy()
         array = array.astype(np.float16) if half and array.ndim == 2 else array
         expected[ours] = array
-        if name == "llama3" and ours.endswith(("wq.weight", "wk.weight")):
+        if architecture == "llama" and ours.endswith(("wq.weight", "wk.weight")):
             array = paired(array, SIZES["head_dim"])
+        if kind == "gemma3" and "norm." in ours:
+            expected[ours] = (array + np.float32(1)) - np.float32(1)
+            array = array + np.float32(1)
+        array = array.astype(np.int32) if ours == whole else array
         if ours != drop:
             writer.add_tensor(_translated(ours), array)
     writer.write_header_to_file()
@@ -59,9 +71,12 @@ def write(file, kind, *, architecture="", half=False, drop="", **fields):
     return expected
 
 
-@pytest.mark.parametrize(("kind", "half"), [("llama", False), ("llama_tied", True), ("qwen3_tied", False)])
+@pytest.mark.parametrize(
+    ("kind", "half"),
+    [("llama", False), ("llama_tied", True), ("qwen2", False), ("qwen3_tied", False), ("gemma3", False)],
+)
 def test_tensors_come_back_as_the_model_has_them(kind, half, tmp_path, capsys):
-    expected = write(tmp_path / "model.gguf", kind, half=half)
+    expected = write(tmp_path / "model.gguf", kind, half=half, **OF_GEMMA if kind == "gemma3" else {})
     assert main(["import", str(tmp_path / "model.gguf"), str(tmp_path / "run")]) == 0
     assert "none: the file has none" in capsys.readouterr().out
     found = open_weights(str(tmp_path / "run"))
@@ -78,6 +93,72 @@ def test_a_file_is_explained(tmp_path, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["files"] == {"model.gguf": "all of it"} and facts["model"]["dim"] == 64
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "model.gguf"]
+
+
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_1": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+"""Places of the scales in a block, in bytes; a type without an entry has one at 0."""
+QUANTISED = {
+    **{"embedding_length": 256, "feed_forward_length": 256, "attention.head_count": 2, "attention.head_count_kv": 1},
+    **{"attention.key_length": 128, "rope.dimension_count": 128, "block_count": 6, "vocab_size": 96},
+    **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6},
+}
+
+
+def drawn(shape, kind, draw):
+    """Random bytes of a tensor of a type of GGUF, with small scales."""
+    if kind in ("F32", "F16", "BF16"):
+        numbers = draw.normal(0, 0.1, shape).astype(np.float16 if kind == "F16" else np.float32)
+        return (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) if kind == "BF16" else numbers
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = draw.integers(0, 256, (shape[0] * shape[1] // elements, size), dtype=np.uint8)
+    for place in HALVES.get(kind, (0,)):
+        blocks[:, place : place + 2] = np.float16([1e-4]).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_every_type_is_read_and_computes_as_transformers_reads_it(architecture, tmp_path, capfd):
+    """transformers reads neither a local theta nor a pattern, so that the file has none: both are as published."""
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, architecture)
+    for key, value in QUANTISED.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{architecture}.{key}", value)
+    if architecture == "gemma3":
+        writer.add_uint32("gemma3.attention.sliding_window", 5)
+    name, _, _ = _MODELS[architecture]
+    sizes = {"dim": 256, "ffn_dim": 256, "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "vocab_size": 96}
+    facts = described(settled({"name": name, "flavor": "custom", "num_layers": 6, **sizes}))
+    types = itertools.cycle(["F16", "BF16", *_QUANTISED])
+    draw = np.random.default_rng(0)
+    for ours, shape in facts.parameter_shapes.items():
+        kind = "F32" if len(shape) == 1 else next(types)
+        writer.add_tensor(_translated(ours), drawn(shape, kind, draw), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    weights = open_gguf(file, "test").weights
+    numbers = theirs.state_dict()
+    model = registry.build(weights.facts)
+    parameters = dict(model.named_parameters())
+    dtypes = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+    for ours, tensor in weights.tensors.items():
+        own = torch.frombuffer(bytearray(tensor.read()), dtype=dtypes[tensor.dtype]).view(tensor.shape).float()
+        assert torch.equal(own, numbers[registry.families()[name].translated(ours)]), ours
+        parameters[ours].data.copy_(own)
+    tokens = torch.arange(24)[None] * 5 % 96
+    want = theirs(tokens).logits
+    assert (model(tokens) - want).abs().max() <= 2e-6 * want.abs().max()
 
 
 TOLD = {
@@ -107,7 +188,12 @@ LIES = {
     "no_size": ({"attention.head_count": 0}, 1, "sizes"),
     "text_for_a_size": ({"embedding_length": "64"}, 1, "sizes"),
     "stretched": ({"rope.scaling.type": "yarn"}, 2, "rope.scaling.type yarn"),
-    "experts": ({"expert_count": 8}, 2, "expert_count"),
+    "all_at_once": (
+        {"expert_count": 8, "rope.dimension_count": 16, "final_logit_softcapping": 30.0, "whole": "norm.weight"},
+        2,
+        "has rope.dimension_count 16 of 32, expert_count, final_logit_softcapping, tensors of type I32, which",
+    ),
+    "window": ({"attention.sliding_window": 16}, 2, "has attention.sliding_window"),
 }
 
 

@@ -1,11 +1,10 @@
 """GGUF files, read by the gguf package: sizes, tensors as it dequantises them, and the tokenizer inside."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,24 +12,51 @@ from crius.checkpoint.pieces import Piece, TensorSource
 from crius.errors import ConfigError, CriusError, EnvironmentError
 from crius.interop.foreign import check_key, check_shape, open_inside
 from crius.interop.kept import BOS_ID, CONFIG, CONTEXT, EOS_ID
+from crius.interop.safetensors_file import said
 from crius.interop.unpickle import refusal
 from crius.interop.weights import Weights, check_tensors, hash_files, settled
-from crius.models.huggingface import config_of
+from crius.models.huggingface import HuggingFace, config_of, settings_in
 from crius.models.registry import families
-from crius.models.rope import rope_scaling_text
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import in_halves
+from crius.tools.convert.gguf_tokenizer import tokenizer_of
 
 SUFFIX = ".gguf"
 
-# GGUF's architecture to Crius's, and whether the writer turned halves of a head's rotary dims into pairs.
-_MODELS = {"llama": ("llama3", True), "qwen3": ("qwen3", False)}
+
+class _Architecture(NamedTuple):
+    """How GGUF stores a family.
+
+    Attributes:
+        name: our name of the family.
+        is_paired: the writer turned halves of a head's rotary dims into pairs.
+        usual: keys of config.json that a file need not have, with the published values.
+    """
+
+    name: str
+    is_paired: bool = False
+    usual: Mapping[str, Any] = {}
+
+
+_MODELS = {
+    "llama": _Architecture("llama3", is_paired=True),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3"),
+    "gemma3": _Architecture(
+        "gemma3",
+        usual={"query_pre_attn_scalar": 256, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6},
+    ),
+}
+_WIDTH_OF_GEMMA3_27B = 5376
+_SCALAR_OF_GEMMA3_27B = 168
 _NAMES = {
     "tok_embeddings": "token_embd",
     "norm": "output_norm",
     "output": "output",
     "attention_norm": "attn_norm",
+    "attention_post_norm": "post_attention_norm",
     "ffn_norm": "ffn_norm",
+    "ffn_post_norm": "post_ffw_norm",
     **{f"attention.w{one}": f"attn_{one}" for one in "qkv"},
     "attention.wo": "attn_output",
     "attention.q_norm": "attn_q_norm",
@@ -40,34 +66,34 @@ _NAMES = {
     "feed_forward.w3": "ffn_up",
 }
 _SIZES = {
-    "dim": "embedding_length",
-    "num_layers": "block_count",
-    "ffn_dim": "feed_forward_length",
-    "num_heads": "attention.head_count",
-    "num_kv_heads": "attention.head_count_kv",
-    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-_PLAIN = {"F32": "F32", "F16": "F16"}  # unquantised tensors stay as they are; all others become float32
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS: dict[str, list[dict[str, Any]]] = {
-    **dict.fromkeys(("gpt-2", "default"), []),
-    "smollm": [{"type": "Digits", "individual_digits": True}],
-    "llama-bpe": [{"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False}],
-    "qwen2": [
-        {
-            "type": "Split",
-            "pattern": {"Regex": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-    ],
+"""Keys of config.json, and their names in the fields of a file."""
+_OF_WINDOWS = {
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "rope_local_base_freq": "rope.freq_base_swa",
 }
-"""Rules that split a text before its bytes are merged, by ``tokenizer.ggml.pre``, in the form of tokenizer.json."""
+"""The same for a family with windows; a file need not have them."""
+_NOT_READ = (
+    "attention.scale",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "expert_count",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+)
+_PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""Types that stay as they are, and how numpy holds them; the others become float32."""
+_QUANTISED = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
+
 _TOLD = {
     CONTEXT: "{}.context_length",
     BOS_ID: "tokenizer.ggml.bos_token_id",
@@ -75,9 +101,6 @@ _TOLD = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 """Keys of config.json that no size depends on, and their names in the fields of a file."""
-# of tokenizer.ggml.token_type
-_CONTROL = 3
-_USER_DEFINED = 4
 
 
 @dataclass(frozen=True)
@@ -130,20 +153,22 @@ def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callab
             where=where,
             fix=f"one of {', '.join(_MODELS)}",
         )
-    name, is_paired = _MODELS[kind]
+    name, is_paired, _ = _MODELS[kind]
     found = {check_key(one.name, str(path)): one for one in tensors}
-    model = settled({"name": name, "flavor": "custom", **_sizes(path, kind, fields, found)})
+    family = families()[name]
+    model = settled(_settings(path, kind, fields, found, family))
     heads = model["head_dim"] if is_paired else 0
     shapes = {key: check_shape([int(size) for size in one.shape[::-1]], str(path)) for key, one in found.items()}
     names = check_tensors(model, shapes, _translated, str(path))
-    sources = {
-        ours: _source(found[key], shapes[key], partial(dequantize, found[key].data, found[key].tensor_type), heads)
-        for ours, key in names.items()
-    }
+    sources = {}
+    for ours, key in names.items():
+        values = partial(dequantize, found[key].data, found[key].tensor_type)
+        has_one = family.config.norm_plus_one and "norm." in ours
+        sources[ours] = _source(found[key], shapes[key], values, heads, has_one=has_one)
     template = fields.get("tokenizer.chat_template", "")
-    files, note = _tokenizer(fields, template)
+    files, note = tokenizer_of(fields, template, str(path))
     told = {key: fields.get(theirs.format(kind)) for key, theirs in _TOLD.items()}
-    said = {key: number for key, number in told.items() if type(number) is int}
+    ids = {key: number for key, number in told.items() if type(number) is int}
     weights = Weights(
         model=model,
         tensors=sources,
@@ -151,96 +176,99 @@ def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callab
         chat_template=template,
         kind="GGUF",
         origin=f"GGUF {path}",
-        said={CONFIG: {**config_of(families()[name], model), **said}},
+        said={CONFIG: {**config_of(family, model), **ids}},
         hash_now=partial(hash_files, path.parent, [path.name]),
     )
     return GgufFile(weights, files, note)
 
 
-def _sizes(path: Path, kind: str, fields: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of ``[model]`` in the fields of a file."""
+def _settings(
+    path: Path, kind: str, fields: dict[str, Any], found: Mapping[str, Any], family: HuggingFace
+) -> dict[str, Any]:
+    """Settings of ``[model]`` in the fields of a file, which are those of a config.json under other names."""
     missing = [f"{kind}.{key}" for key in _SIZES.values() if f"{kind}.{key}" not in fields]
-    scaling = fields.get(f"{kind}.rope.scaling.type", "none")
-    strange = [name for name in ("rope_freqs.weight",) if name in found]
-    strange += [f"rope.scaling.type {scaling}"] if scaling != "none" else []
-    strange += [key for key in ("expert_count", "attention.sliding_window") if fields.get(f"{kind}.{key}")]
-    if missing or strange or "token_embd.weight" not in found:
+    if "token_embd.weight" not in found:
+        missing.append("token_embd.weight")
+    strange = _strange(kind, fields, found, family)
+    if strange or missing:
         what = f"has {', '.join(strange)}, which cannot be imported from GGUF" if strange else ""
         raise ConfigError(
-            f"{path} {what or 'lacks ' + ', '.join(missing or ['token_embd.weight'])}.",
+            f"{path} {what or 'lacks ' + ', '.join(missing)}.",
             where=str(path),
             fix="import the model's Hugging Face folder, which has more",
         )
     sizes = {name: fields[f"{kind}.{key}"] for name, key in _SIZES.items()}
-    if not all(type(size) in (int, float) and size > 0 for size in sizes.values()):
+    if family.kinds.windows == "listed":
+        sizes |= {name: fields[f"{kind}.{key}"] for name, key in _OF_WINDOWS.items() if f"{kind}.{key}" in fields}
+    scaling = fields.get(f"{kind}.rope.scaling.type", "none")
+    factor = fields.get(f"{kind}.rope.scaling.factor", 1.0)
+    if not all(type(size) in (int, float) and size > 0 for size in (*sizes.values(), factor)):
         raise refusal(str(path), f"its sizes are {str(sizes)[:300]}")
-    for name in ("norm_eps", "rope_theta"):  # the shortest decimal number with the same float32 value
-        sizes[name] = float(str(np.float32(sizes[name])))
-    width = fields.get(f"{kind}.attention.key_length", sizes["dim"] // sizes["num_heads"])
-    tied = "output.weight" not in found
-    rows = int(found["token_embd.weight"].shape[-1])
-    rope = rope_scaling_text(None, is_float32=True)
-    return {**sizes, "head_dim": width, "vocab_size": rows, "tied_embeddings": tied, "rope_scaling": rope}
+    for name, size in sizes.items():  # the shortest decimal number with the same float32 value
+        if type(size) is float:
+            sizes[name] = float(str(np.float32(size)))
+    sizes["head_dim"] = fields.get(f"{kind}.attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])
+    sizes["tie_word_embeddings"] = "output.weight" not in found
+    sizes["vocab_size"] = int(found["token_embd.weight"].shape[-1])
+    if scaling == "linear":
+        sizes["rope_scaling"] = {"rope_type": scaling, "factor": factor}
+    usual = {name: value for name, value in _MODELS[kind].usual.items() if name not in sizes}
+    if kind == "gemma3" and sizes["hidden_size"] == _WIDTH_OF_GEMMA3_27B:
+        usual["query_pre_attn_scalar"] = _SCALAR_OF_GEMMA3_27B
+    if usual:
+        values = ", ".join(f"{name} {value}" for name, value in usual.items())
+        said(f"{path}: what the file does not say is as published: {values}")
+    return settings_in({**usual, **sizes}, family, _MODELS[kind].name)
+
+
+def _strange(kind: str, fields: dict[str, Any], found: Mapping[str, Any], family: HuggingFace) -> list[str]:
+    """What a file has that is not read."""
+    strange = [name for name in ("rope_freqs.weight",) if name in found]
+    if (scaling := fields.get(f"{kind}.rope.scaling.type", "none")) not in ("none", "linear"):
+        strange.append(f"rope.scaling.type {scaling}")
+    width = fields.get(f"{kind}.attention.key_length")
+    rotated = fields.get(f"{kind}.rope.dimension_count", width)
+    if width and rotated != width:
+        strange.append(f"rope.dimension_count {rotated} of {width}")
+    windows = () if family.kinds.windows == "listed" else tuple(_OF_WINDOWS.values())
+    strange += [key for key in (*_NOT_READ, *windows) if fields.get(f"{kind}.{key}")]
+    types = dict.fromkeys(one.tensor_type.name for one in found.values())
+    strange += [f"tensors of type {name}" for name in types if name not in (*_PLAIN, *_QUANTISED)]
+    return strange
 
 
 def _translated(name: str) -> str:
     """GGUF's name of a Crius parameter."""
-    place, _, rest = name.removesuffix(".weight").removeprefix("layers.").partition(".")
+    rest, _, part = name.rpartition(".")
+    place, _, rest = rest.removeprefix("layers.").partition(".")
     if name.startswith("layers."):
-        return f"blk.{place}.{_NAMES[rest]}.weight"
-    return f"{_NAMES[place]}.weight"
+        return f"blk.{place}.{_NAMES[rest]}.{part}"
+    return f"{_NAMES[place]}.{part}"
 
 
-def _source(tensor: Any, shape: tuple[int, ...], dequantized: Callable[[], Any], head_dim: int) -> TensorSource:
-    dtype = _PLAIN.get(tensor.tensor_type.name, "F32")
+def _source(
+    tensor: Any, shape: tuple[int, ...], dequantized: Callable[[], Any], head_dim: int, *, has_one: bool
+) -> TensorSource:
+    """A tensor of a file.
+
+    Args:
+        tensor: the tensor in the reader of the gguf package.
+        shape: its shape.
+        dequantized: function that returns its values in float32.
+        head_dim: dims of a head whose rows for queries and keys are in pairs; 0 if they are in halves.
+        has_one: its values are 1 + the weight.
+    """
+    dtype = tensor.tensor_type.name if tensor.tensor_type.name in _PLAIN and not has_one else "F32"
     is_rotated = head_dim and tensor.name.endswith((".attn_q.weight", ".attn_k.weight"))
 
     def read() -> memoryview:
-        numbers = np.ascontiguousarray(tensor.data if dtype != "F32" else dequantized()).reshape(shape)
+        if has_one:
+            numbers = dequantized() - np.float32(1)
+        elif tensor.tensor_type.name in _PLAIN:
+            numbers = tensor.data.view(_PLAIN[dtype])
+        else:
+            numbers = dequantized()
+        numbers = np.ascontiguousarray(numbers).reshape(shape)
         return in_halves(numbers, head_dim) if is_rotated else numbers.reshape(-1).view(np.uint8).data
 
     return TensorSource(tensor.name, dtype, shape, (Piece((0,) * len(shape), shape, read),))
-
-
-def _tokenizer(fields: dict[str, Any], template: str) -> tuple[dict[str, str], str]:
-    """tokenizer.json and tokenizer_config.json with the facts in the fields of a file, and a note."""
-    kind = fields.get("tokenizer.ggml.model")
-    pre = fields.get("tokenizer.ggml.pre", "default")
-    if kind is None:
-        return {}, "none: the file has none"
-    if kind != "gpt2" or pre not in _SPLITS:
-        return {}, f"none: Crius cannot build the file's kind, {str(kind)[:40]} with {str(pre)[:40]}"
-    tokens = fields["tokenizer.ggml.tokens"]
-    kinds = fields["tokenizer.ggml.token_type"]
-    added: list[dict[str, Any]] = [
-        dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        | {"id": number, "content": token, "special": kind == _CONTROL}
-        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
-    bytes_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    cut = [*_SPLITS[pre], {**bytes_level, "use_regex": pre not in ("llama-bpe", "qwen2")}]
-    model = {
-        "type": "BPE",
-        "vocab": {token: number for number, token in enumerate(tokens)},
-        "merges": [merge.split(" ", 1) for merge in fields["tokenizer.ggml.merges"]],
-        "ignore_merges": pre == "llama-bpe",
-    }
-    spec = {
-        "version": "1.0",
-        "added_tokens": added,
-        "model": model,
-        "decoder": {**bytes_level, "use_regex": True},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cut},
-    }
-    names = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
-        **{f"{name}_token": tokens[number] for name, number in names.items() if number is not None},
-        **({"chat_template": template} if template else {}),
-    }
-    if length := fields.get(f"{fields['general.architecture']}.context_length"):
-        config["model_max_length"] = length
-    texts = {"tokenizer.json": spec, "tokenizer_config.json": config}
-    return {name: json.dumps(value, ensure_ascii=False) for name, value in texts.items()}, "built from the file"
