@@ -275,9 +275,9 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
 
     def _find_bos(self, config: dict[str, Any]) -> tuple[int | None, bool]:
-        """The id of BOS, and whether a text gets it: from the post-processor, or from ``add_bos_token``.
+        """The id of BOS, and whether a text gets it: whether the post-processor puts it there.
 
-        A ``bos_token`` alone is not enough: SmolLM2 has one, but does not put it before a text.
+        As in transformers 5, neither ``bos_token`` nor ``add_bos_token`` of tokenizer_config.json does.
         """
         import tokenizers  # noqa: PLC0415  optional package
 
@@ -286,14 +286,14 @@ class HuggingFaceTokenizer(Tokenizer):
         encoded = self._model.post_process(text, add_special_tokens=True)
         special = itertools.takewhile(bool, encoded.special_tokens_mask)
         in_front = encoded.ids[: sum(special)]
-        if in_front and in_front[-1] != self.eos_id:
+        if in_front:
             return in_front[-1], True
         # a vocabulary of text may contain such a name too: Qwen's contains [CLS]
         usual = [name for name in BOS_NAMES if name in self.special_names()]
         names = [name] if (name := spelled(config.get("bos_token"))) else usual
         for token in names:
             if (token_id := self._model.token_to_id(token)) is not None:
-                return int(token_id), config.get("add_bos_token") is True
+                return int(token_id), False
         return None, False
 
     def _find_eos(self, eos_token: str, config: dict[str, Any]) -> int:

@@ -137,7 +137,7 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
     spec["added_tokens"] = [
         {"id": number, "content": name, **flags, "special": True} for name, number in tekken.special.items()
     ]
-    spec["post_processor"] = _beginning(names["bos"], tekken.special) if adds_bos else None
+    spec["post_processor"] = beginning(names["bos"], tekken.special) if adds_bos else None
     dropped = ("auto_map", "added_tokens_decoder", "legacy", "sp_model_kwargs", "add_prefix_space", "use_fast")
     written = {
         **{key: value for key, value in config.items() if key not in dropped},
@@ -239,8 +239,13 @@ def _check_added_tokens(tekken: Tekken, config: Mapping[str, Any], extra: Mappin
             raise refused(tekken.file, what)
 
 
-def _beginning(bos: str, special: Mapping[str, int]) -> dict[str, Any]:
-    """A post-processor that puts BOS before a text."""
+def beginning(bos: str, special: Mapping[str, int]) -> dict[str, Any]:
+    """A post-processor of tokenizer.json that puts a token before a text.
+
+    Args:
+        bos: the token.
+        special: ids of tokens, by name.
+    """
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     parts = [{"Sequence": {"id": part, "type_id": 0}} for part in "AB"]
     tokens = {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}}

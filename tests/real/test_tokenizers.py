@@ -19,11 +19,11 @@ from crius.tools.generate.stream import TextStream
 pytestmark = pytest.mark.real
 
 PACKAGES = Path(sys.prefix) / "real"
-# ids, BOS, whether a text gets it, EOS; the packages leave the post-processor out that gives Llama 3 its BOS
+# ids, BOS, whether a text gets it (the packages leave Llama 3's post-processor out), EOS
 TOKENIZERS = {
     "llama3": (128_256, "<|begin_of_text|>", False, "<|end_of_text|>"),
     "qwen3": (151_669, None, False, "<|endoftext|>"),
-    "deepseek_v3": (128_815, "<｜begin▁of▁sentence｜>", True, "<｜end▁of▁sentence｜>"),
+    "deepseek_v3": (128_815, "<｜begin▁of▁sentence｜>", False, "<｜end▁of▁sentence｜>"),
     "gptoss": (200_019, "<|startoftext|>", False, "<|endoftext|>"),
 }
 TEXTS = [TEXT.read_text()[start : start + 900] for start in range(0, 45_000, 900)]

@@ -28,7 +28,7 @@ T = 16
 TOKENIZERS = {
     "byte": ({}, False),
     "llama3": ({"template": "<s> $A"}, True),
-    "deepseek": ({"config": {"bos_token": {"content": "<s>"}, "add_bos_token": True}}, True),
+    "deepseek": ({"config": {"bos_token": {"content": "<s>"}, "add_bos_token": True}}, False),
     "smollm2": ({"config": {"bos_token": "<s>"}}, False),
     "qwen": ({"config": {"add_bos_token": False}}, False),
     "t5": ({"template": "$A </s>"}, False),

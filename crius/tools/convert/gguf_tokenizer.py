@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from crius.data.tokenizer_conversion import beginning
 from crius.interop.unpickle import refusal
 
 _LLAMA3 = (
@@ -69,10 +70,11 @@ def tokenizer_of(fields: dict[str, Any], template: str, where: str) -> tuple[dic
         for number, (token, kind) in enumerate(zip(tokens, fields["tokenizer.ggml.token_type"], strict=True))
         if kind in (_CONTROL, _USER_DEFINED) and token in vocabulary
     ]
+    # a writer of pieces that leaves it out wants it
+    if fields.get("tokenizer.ggml.add_bos_token", is_gemma) and "bos_token" in special:
+        spec["post_processor"] = beginning(special["bos_token"], vocabulary)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        # a writer of pieces that leaves it out wants it
-        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", is_gemma)),
         **special,
         **({"chat_template": template} if template else {}),
     }
@@ -94,6 +96,8 @@ def _byte_level(tokens: Sequence[str], merges: Sequence[str], pre: str) -> dict[
     }
     return {
         "model": model,
+        # a file does not say it, and Qwen's tokenizer.json does
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "decoder": {**bytes_level, "use_regex": True},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": cut},
     }
