@@ -26,8 +26,8 @@ def import_weights(
         bool,
         Parameter(
             negative=(),
-            help="Print first what each file and each key of config.json becomes, and every reason against an import. "
-            "Without TARGET nothing is written, and SOURCE may be a config.json.",
+            help="Print first what each file and each key of config.json becomes, and every reason against an import, "
+            "but do not read the numbers. Without TARGET nothing is written, and SOURCE may be a config.json.",
         ),
     ] = False,
     adapter: Annotated[

@@ -86,7 +86,8 @@ def explain(source: str, adapter: str) -> Explanation:
         ConfigError: there is no such source.
         EnvironmentError: the hub does not return it.
     """
-    place = Path(located(source)).expanduser()
+    where = located(source)
+    place = Path(where).expanduser()
     refusals: list[CriusError] = []
     model: Mapping[str, Any] = {}
     base = place
@@ -95,7 +96,7 @@ def explain(source: str, adapter: str) -> Explanation:
         if is_config:
             model = read_model_settings(str(place), families(), "command line")[1]
         else:
-            weights, tokenizer, note = open_source(str(place), adapter)
+            weights, tokenizer, note = open_source(where, adapter)
             model = weights.model
             if weights.adapters:
                 base = Path(weights.adapters.base["path"])
