@@ -17,6 +17,7 @@ from crius.errors import ConfigError
 from crius.models.registry import SPECS
 
 FILE = Path(__file__).with_suffix(".toml")
+KNOWN = sorted(SPECS, key=len, reverse=True)  # before a test adds a family
 LAYOUTS = r"parity/test_layouts.py::test_every_layout_computes_what_one_device_computes\[(?P<kind>\w+) "
 PLANS = (
     "unit/test_planner_memory.py::test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_the_dry_run"
@@ -69,7 +70,7 @@ ASKED = {
 
 def family_of(kind):
     """The family that ``kind``, a name with its variant such as ``qwen3_moe_tied``, belongs to; empty if unknown."""
-    for name in (*sorted(SPECS, key=len, reverse=True), "llama"):
+    for name in (*KNOWN, "llama"):
         if f"{kind}_".startswith(f"{name}_"):
             return "llama3" if name == "llama" else name
     return ""
