@@ -19,6 +19,11 @@ REPORTED = (
     "test_reports_whose_numbers_come_late_say_the_same_and_are_there_when_the_run_is_saved",
     "test_a_step_that_reports_nothing_waits_for_the_device_once_and_for_the_step_before",
 )
+TIMED = (
+    "test_a_recovery_is_told_once_with_the_step_that_the_failed_attempt_had_not_finished",
+    "test_rates_and_mfu_are_over_the_steps_since_the_last_report",
+    "test_mfu_is_unknown_without_a_peak",
+)
 RESUMED = (
     "test_a_resume_leaves_no_more_checkpoints_than_are_to_be_kept",
     "test_a_schedule_that_changes_after_the_next_step_is_said_with_the_first_step_that_it_changes",
@@ -33,6 +38,38 @@ COMPILED = (
     "tests/distributed/test_compile.py::test_all_blocks_share_one_graph",
     "tests/distributed/test_compile.py::test_too_many_recompilations_warn_once_with_tensor_and_dimension",
 )
+
+FAMILIES = "tests/parity/test_families.py"
+LOGITS = f"{FAMILIES}::test_logits_are_those_of_transformers"
+GRADIENTS = f"{FAMILIES}::test_gradients_are_those_of_transformers"
+TOKENS = f"{FAMILIES}::test_greedy_tokens_are_those_of_transformers"
+BUILT = f"{FAMILIES}::test_a_flavor_is_the_model_that_transformers_builds_from_its_config"
+EXPORTED = f"{FAMILIES}::test_an_export_has_the_tensors_and_settings_that_transformers_wrote"
+WRITTEN = (
+    EXPORTED,
+    f"{FAMILIES}::test_a_model_without_a_source_is_told_so_that_transformers_builds_it",
+    f"{FAMILIES}::test_what_a_class_of_transformers_cannot_say_is_not_exported",
+    f"{FAMILIES}::test_a_changed_base_of_positions_keeps_the_dims_that_rotate",
+)
+OF_WORDS = ("gemma3", "olmo3", "smollm3", "granite", "phi3")
+"""Cases of ``FAMILIES`` that have every word between them."""
+FOLDERS = ("gemma3", "granite", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "seed_oss", "smollm3")
+
+KEPT = (
+    "test_a_moved_run_whose_source_is_gone_is_read",
+    "test_a_moved_run_whose_source_is_gone_resumes_and_keeps_its_tokenizer_once",
+    "test_another_tokenizer_at_the_same_place_is_refused_by_name",
+    "test_a_damaged_tokenizer_is_named_and_written_again",
+    "test_a_run_of_an_older_version_is_read_where_its_tokenizer_is",
+    "test_a_run_of_another_length_exports_what_its_source_said",
+    "test_the_eos_that_the_run_was_told_ends_a_text_later_too",
+    "test_a_converted_tokenizer_is_kept_as_it_was_converted",
+    "test_a_tokenizer_is_kept_under_its_usual_name_and_with_the_files_beside_it",
+    "test_an_eos_of_the_source_stays_unless_it_ends_no_text_for_the_tokenizer_of_the_run",
+)
+KEPT_TOKENIZER = tuple(f"tests/unit/test_kept_tokenizer.py::{name}" for name in KEPT)
+
+ONEDNN = "tests/unit/test_compiled_kernels.py::test_compiled_feed_forward_keeps_no_product_and_calls_onednn_itself"
 
 WRONG_MODULES = "test_what_is_wrong_with_a_module_is_one_error"
 SETTINGS_OF_EXPERTS = (
@@ -73,21 +110,44 @@ ROOMS = {
     },
     "models": {
         "huggingface": (
-            *("test_model", "test_from_hf"),
+            *("test_model", "test_from_hf", *WRITTEN),
             *(f"tests/unit/test_qwen3_moe.py::{name}" for name in SETTINGS_OF_EXPERTS),
         ),
-        "registry": (f"tests/unit/test_import_models.py::{WRONG_MODULES}", "test_model"),
-        "config": ("test_model", "test_from_hf", "test_moe", f"{ORACLE}[sigmoid_experts]"),
+        "registry": (
+            *("test_model", f"tests/unit/test_import_models.py::{WRONG_MODULES}"),
+            *("tests/unit/test_plugins.py::test_what_is_wrong_is_one_error", *WRITTEN[2:3]),
+        ),
+        "config": ("test_model", "test_from_hf", "test_moe", f"{ORACLE}[sigmoid_experts]", BUILT),
         "layers": (
             *("test_model", "test_context_order", "test_import"),
             *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "head_norms")),
+            *(f"{test}[{case}]" for case in ("gemma3", "smollm3", "llama_linear") for test in (LOGITS, GRADIENTS)),
+            *(f"{LOGITS}[{case}]" for case in ("llama_yarn", "llama_yarn_by_scale", "phi3")),
         ),
+        "rope": (
+            *("test_model", "test_from_hf", *WRITTEN),
+            *(f"{LOGITS}[{case}]" for case in ("gemma3_linear", "olmo3", "llama_yarn_by_scale", "phi3")),
+        ),
+        "words": ("test_model", "test_from_hf", *WRITTEN, f"{LOGITS}[gemma3]"),
+        "decode": (
+            *("test_model", "test_decode", f"{TOKENS}[gemma3]", f"{TOKENS}[mistral_window]"),
+            *(f"{ORACLE}[{case}]" for case in ("documents", "experts")),
+            *(f"{LOGITS}[{case}]" for case in OF_WORDS),
+        ),
+        "moe": ("test_moe", "test_model", "test_decode", f"{ORACLE}[experts]", f"{ORACLE}[sigmoid_experts]"),
+        **{name: (f"{LOGITS}[{name}]", BUILT, *WRITTEN) for name in FOLDERS},
         "": (
-            *("test_moe", "test_model", "test_decode"),
+            *("test_moe", "test_model", "test_decode", BUILT, *WRITTEN),
             *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "experts", "sigmoid_experts")),
         ),
     },
     "kernels": {
+        "attention": (
+            *("test_attention_backends", "test_document_attention", "test_blocked_attention", "test_decode"),
+            *(f"{LOGITS}[mistral_window]", f"{LAYOUT}[gemma3 cp2+document]", f"{LAYOUT}[gemma3 fsdp2]"),
+        ),
+        "cpu/heap": ("test_tidied", "test_kernels"),
+        "cpu/inductor": (*COMPILED[:1], ONEDNN),
         "cpu": ("test_squared_norm", "test_blocked_attention", "test_kernels"),
         "linear_cross_entropy": ("test_linear_cross_entropy",),
         "grouped_mm": ("test_grouped_mm",),
@@ -171,7 +231,7 @@ ROOMS = {
         ),
     },
     "checkpoint": {
-        "kept": ("test_kept_tokenizer",),
+        "kept": KEPT_TOKENIZER,
         "manifest": ("test_checkpoint_format", "test_checkpoint_folder", "test_hostile_files", "test_checkpoint_cli"),
         "pieces": ("test_checkpoint_pieces", "test_checkpoint_format", "test_checkpoint_saver"),
         "contents": ("test_checkpoint_pieces",),
@@ -185,12 +245,15 @@ ROOMS = {
     "interop": {
         "adapters": ("test_lora", "test_foreign_weights"),
         "peft": ("test_lora", "test_foreign_weights"),
-        "kept": ("test_kept_tokenizer",),
+        "kept": KEPT_TOKENIZER,
         "casting": ("test_export",),
         "context": ("test_export",),
         "unpickle": ("test_hostile", "test_convert"),
         "safetensors": ("test_foreign_weights", "test_hostile_files", "test_hostile", "test_import"),
-        "weights": ("test_foreign_weights", "test_import", "test_kept_tokenizer"),
+        "weights": (
+            *("test_foreign_weights", "test_import", *KEPT_TOKENIZER[-1:], f"{LOGITS}[phi3]"),
+            *(f"{EXPORTED}[{case}]" for case in ("phi3", "gemma3")),
+        ),
         "": (
             *("test_foreign_weights", "test_convert", "test_import_gguf", "test_hostile", "test_hostile_files"),
             "test_import",
@@ -220,7 +283,11 @@ ROOMS = {
             *("test_saving", "test_tidied", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
             *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
         ),
-        "reports": (*(f"tests/unit/test_hot_loop.py::{name}" for name in REPORTED), f"{ORACLE}[validation]"),
+        "reports": (
+            *(f"tests/unit/test_hot_loop.py::{name}" for name in REPORTED),
+            *(f"tests/unit/test_metrics.py::{name}" for name in TIMED),
+            f"{ORACLE}[validation]",
+        ),
         "guard": (
             *("test_stability", f"tests/unit/test_hot_loop.py::{REPORTED[0]}", f"{FAULTS}::{BROKEN}"),
             "tests/distributed/test_nonfinite.py::test_nan_in_the_last_step_is_found_although_no_step_follows",

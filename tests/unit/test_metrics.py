@@ -22,13 +22,14 @@ import crius
 from crius.config.layout import Layout
 from crius.config.operation import MetricsConfig
 from crius.data.loader import IGNORE_INDEX, Batch
+from crius.launch.environment import single_placement
 from crius.metrics import device as devices
 from crius.metrics import sinks as sink_file
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks import ConsoleSink, JsonlSink, build_sinks
 from crius.parallel.runtime import World
-from crius.train.reports import Meter
+from crius.train.reports import Meter, Recovery
 from crius.train.state import TrainState
 from crius.train.step import StepResult, largest_loss
 
@@ -430,6 +431,29 @@ def test_the_ledger_of_a_run_that_failed_goes_on_with_what_was_lost_and_down(clo
     assert second.seconds == expected
     assert sum(second.parts().values()) == second.wall() == 58
     assert second.goodput() == 30 / 58
+
+
+def test_a_recovery_is_told_once_with_the_step_that_the_failed_attempt_had_not_finished(clock, tmp_path):
+    (tmp_path / "attempts.json").write_text(json.dumps([{"step": 7, "failed": 100.0, "ended": 101.0}]))
+    placement = dataclasses.replace(single_placement(), attempt=1, scratch=tmp_path, log_dir=tmp_path)
+    clock[0] = 103.0
+    recovery = Recovery(placement, TimeLedger(started=90.0))
+    clock[0] = 108.0
+    recovery.resumed({}, step=4)
+    recovery.ready()
+    for step in (5, 6, 7, 8):
+        clock[0] += 2
+        recovery.step(step)
+    [line] = (tmp_path / "recoveries.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "attempt": 1,
+        "step": 7,
+        "seconds": 14.0,
+        "process_seconds": 3.0,
+        "load_seconds": 5.0,
+        "steps_again": 2,
+        "goodput": 0.0,
+    }
 
 
 PEAKS = [
