@@ -12,6 +12,8 @@ from crius.errors import ConfigError
 
 PREFIX = "--parallelism.pipeline_parallel_"
 CSV = f"{PREFIX}schedule_csv"
+LESS = f"{PREFIX}first_stage_less_layers"
+MODULES = f"{PREFIX}module_names_per_stage"
 BATCH = ("--training.global_batch_size", "8", "--training.local_batch_size")
 
 # rule, flags, in the sentence, in "from", in "fix"
@@ -22,6 +24,13 @@ CASES = [
         "schedule has no effect with pipeline_parallel_degree 1",
         SCHEDULE,
         f"leave out {SCHEDULE}",
+    ),
+    (
+        rules_pipeline.pipeline_flags_have_effect,
+        [PIPELINE, "2", MODULES, "tok_embeddings,layers.0-3", MODULES, "layers.4-7,norm,output", LESS, "2"],
+        "first_stage_less_layers has no effect with explicit modules of each stage",
+        LESS,
+        f"leave out {LESS}",
     ),
     (
         rules_pipeline.schedule_file_runs,
@@ -46,10 +55,10 @@ CASES = [
     ),
     (
         rules_pipeline.modules_split,
-        [PIPELINE, "2", f"{PREFIX}first_stage_less_layers", "20"],
+        [PIPELINE, "2", LESS, "20"],
         "leave a stage with",
         "less_layers",
-        f"{PREFIX}first_stage_less_layers 0",
+        f"{LESS} 0",
     ),
     (
         rules_pipeline.microbatches_suit,
