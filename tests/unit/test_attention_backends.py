@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crius.kernels.attention import causal_attention, document_mask, masked_attention
+from crius.kernels.attention import _compiled, causal_attention, document_mask, masked_attention
 from crius.kernels.choice import Choice, applied
 
 FLASH, MATH, FLEX = (Choice(attention=(name,)) for name in ("flash", "math", "flex"))
@@ -81,3 +81,11 @@ def test_flex_leaves_out_blocks_without_a_pair():
     with applied(FLEX):
         blocks = document_mask(starts)
     assert blocks.sparsity() == 75.0  # of 4 x 4 blocks the diagonal stays
+
+
+@pytest.mark.parametrize(("device_type", "is_compiled"), [("cuda", True), ("cpu", False)])
+def test_blocks_of_flex_are_found_by_compiled_code_on_a_gpu_alone(device_type, is_compiled):
+    def find():
+        return None
+
+    assert (_compiled(find, device_type) is not find) == is_compiled
