@@ -16,7 +16,7 @@ from crius.config.training import DenseQuantizeConfig, Float8Config
 from crius.errors import CorruptionError
 from crius.models.layers import CausalAttention
 from crius.optim import muon
-from crius.parallel import context
+from crius.parallel import context, tensor
 from crius.parallel.runtime import World
 from crius.shards import Place
 from crius.train import sdc
@@ -210,6 +210,19 @@ def test_ranks_that_share_out_the_heads_compute_all_of_them(num_kv_heads, monkey
 
     got = torch.cat(on_ranks(4, work), dim=1)
     torch.testing.assert_close(got, CausalAttention()(q, k, v, None), rtol=0, atol=1e-6)
+
+
+def test_the_ranks_that_share_out_a_table_find_each_of_its_rows_once(monkeypatch):
+    """The last rank has fewer rows."""
+    table = torch.arange(1.0, 6.0)[:, None]
+    monkeypatch.setattr(tensor, "_weight", lambda embedding: embedding)
+    monkeypatch.setattr(tensor, "_scatter_sequence", lambda found_BTD, mesh: found_BTD)
+    found = []
+    for rank, rows in enumerate(table.split(3)):
+        mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
+        embedding = SimpleNamespace(to_local=lambda rows=rows: rows, shape=table.shape, device_mesh=mesh)
+        found.append(tensor._lookup(embedding, torch.arange(5)[None]))
+    assert torch.equal(sum(found)[0], table)
 
 
 @pytest.mark.usefixtures("imported_torchao")
