@@ -34,6 +34,7 @@ DRAWS = (
     "test_name_seed_and_block_each_give_other_numbers",
     "test_draws_are_a_clamped_standard_normal",
 )
+NOT_GATHERED = "test_a_frozen_layer_is_not_gathered_for_a_backward_with_its_experts_in_a_unit_of_their_own"
 COMPILED = (
     "tests/distributed/test_compile.py::test_all_blocks_share_one_graph",
     "tests/distributed/test_compile.py::test_too_many_recompilations_warn_once_with_tensor_and_dimension",
@@ -117,7 +118,10 @@ ROOMS = {
             *("test_model", f"tests/unit/test_import_models.py::{WRONG_MODULES}"),
             *("tests/unit/test_plugins.py::test_what_is_wrong_is_one_error", *WRITTEN[2:3]),
         ),
-        "config": ("test_model", "test_from_hf", "test_moe", f"{ORACLE}[sigmoid_experts]", BUILT),
+        "config": (
+            *("test_model", "test_from_hf", "test_moe", f"{ORACLE}[sigmoid_experts]", BUILT),
+            f"{LOGITS}[llama_yarn]",
+        ),
         "layers": (
             *("test_model", "test_context_order", "test_import"),
             *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "head_norms")),
@@ -196,9 +200,10 @@ ROOMS = {
         "fsdp": (
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2", "hsdp2x2_accum4+deferred", "fsdp2_accum2+never")),
             *(f"{LAYOUT}[llama3 fsdp2+offload]", f"{LAYOUT}[llama3 ddp2+lora]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+            f"tests/distributed/test_experts.py::{NOT_GATHERED}",
         ),
         "": (
-            *("test_async_tensor", "test_context_order", "test_pipeline_stages", "test_effects"),
+            *("test_async_tensor", "test_context_order", "test_pipeline_stages", "test_effects", "test_many_ranks"),
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2_tp2", "tp2+float8_rowwise")),
             f"{LAYOUT}[qwen3_moe fsdp2_ep2]",
         ),
