@@ -178,6 +178,13 @@ def test_no_state_is_saved_that_a_resume_would_refuse():
             encode_state(state, STEP)
 
 
+@pytest.mark.parametrize(("length", "shown"), [(58, f"'{'x' * 58}'"), (59, f"'{'x' * 59}...")])
+def test_a_value_is_shown_up_to_60_characters(length, shown):
+    with pytest.raises(ValueError) as refused:
+        encode_state(GOOD | {"train": GOOD["train"] | {"x" * length: 1}}, STEP)
+    assert str(refused.value).endswith(f" {shown}")
+
+
 def test_verify_reports_a_state_that_a_resume_would_refuse(folder, capsys):
     put(folder, changed("train.step", 10**12))
     assert main(["checkpoint", "verify", str(folder.disk._root)]) == 1
