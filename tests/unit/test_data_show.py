@@ -72,6 +72,13 @@ def test_padding_of_documents_has_no_label_and_only_its_own_id(tokens, labels, i
     assert (first.is_padding, last.is_padding) == (False, is_padding)
 
 
+def test_a_token_after_which_nothing_is_trained_on_is_shown_as_such():
+    tokens = np.frombuffer(b"abcd", np.uint8)[None].astype(np.int64)
+    labels = np.array([[-100, ord("c"), -100, -100]])
+    [shown] = documents_of(Rows(tokens, labels, np.arange(4)[None]), 0, ByteTokenizer())
+    assert shown.parts == [("ab", False), ("c", True), ("d", False)]
+
+
 @pytest.mark.parametrize(
     ("limit", "text"),
     [(0, "ab⟦cde⟧"), (1, "a ... and 4 more characters"), (3, "ab⟦c⟧ ... and 2 more characters"), (5, "ab⟦cde⟧")],
