@@ -370,6 +370,15 @@ def test_muon_is_for_the_matrices_inside_blocks_and_adamw_for_the_rest():
     assert set(groups["decayed"].members.values()) == {"output.weight"}
 
 
+def test_muon_leaves_routers_to_adamw():
+    facts = registry.SPECS["qwen3_moe"].describe("debug")
+    with torch.device("meta"):
+        model = registry.build(facts)
+    groups = parameter_groups(model.named_parameters(), facts.plan, OptimizerConfig(name="muon"))
+    by_name = {name: group.optimizer for group in groups for name in group.members.values()}
+    assert {by_name[name] for name in by_name if name.endswith("router.weight")} == {"adamw"}
+
+
 # --- settings of single parameters
 
 
