@@ -436,3 +436,10 @@ def test_a_tokenizer_names_a_context_by_a_number_that_texts_can_have(named, want
     if named is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": named}))
     assert longest_context(weights_with({}, {}, str(tmp_path))) == want
+
+
+def test_a_tokenizer_config_of_more_than_256_mib_is_not_read(tmp_path):
+    with (tmp_path / "tokenizer_config.json").open("wb") as file:
+        file.truncate((1 << 28) + 1)
+    with pytest.raises(CheckpointError, match="it has 268,435,457 bytes, but at most 268,435,456 are allowed"):
+        longest_context(weights_with({}, {}, str(tmp_path)))

@@ -15,6 +15,7 @@ from crius.checkpoint.load import load_tensors
 from crius.cli import main
 from crius.errors import CheckpointError, ConfigError, CriusError
 from crius.interop import numbers, peft
+from crius.interop.foreign import Foreign
 from crius.interop.safetensors_file import ADAPTER_FILE, INDEX, WHOLE, said
 from crius.interop.weights import open_weights
 from crius.kernels import choice
@@ -563,3 +564,10 @@ def test_an_adapter_is_explained_with_the_keys_of_its_base(adapter, capsys):
     assert "dim 8" in facts["keys"].values() and facts["model"]["dim"] == 8
     assert main(["import", str(adapter), "--explain", "--adapter", "leave_out"]) == 2
     assert "from   --adapter leave_out" in capsys.readouterr().err
+
+
+def test_of_tensors_that_cannot_be_used_the_first_is_named():
+    found = Foreign("GGUF", {}, {}, {"b": "its type", "a": "its dims"})
+    with pytest.raises(CheckpointError, match="a of m.gguf and 1 more cannot be used") as refused:
+        found.all_tensors("m.gguf")
+    assert refused.value.why == "its dims"
