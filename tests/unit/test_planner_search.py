@@ -106,6 +106,14 @@ def test_pasted_flags_give_the_settings(winners):
     assert all(replace_fields(pasted, {field: value}) == pasted for field, value in settings.items())
 
 
+@pytest.mark.parametrize(("num_microbatches", "mode"), [(1, None), (2, "deferred")])
+def test_gradients_are_deferred_by_a_flag_where_there_are_several_microbatches(num_microbatches, mode):
+    one = CASES["8b on a node"]
+    planned = from_config(one.config, one.facts, one.num_gpus)
+    workload = replace(planned, num_microbatches=num_microbatches, gradient_sync="deferred")
+    assert overrides(one, workload).get("training.gradient_sync") == mode
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_everything_found_fits_and_uses_all_gpus(name, found):
     one = CASES[name]
