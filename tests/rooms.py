@@ -313,6 +313,7 @@ ROOMS = {
     },
     "tools/plan": {
         "search": ("test_planner_auto", "test_planner_search"),
+        "variants": ("test_planner_auto", "test_planner_search"),
         "legal": ("test_planner_auto", "test_planner_search"),
         "render": ("test_planner_output",),
         "remedies": ("test_planner_output",),
