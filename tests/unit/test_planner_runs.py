@@ -231,6 +231,16 @@ def test_a_cpu_that_computes_in_bfloat16_has_no_planned_speed():
     assert any("bfloat16 on a CPU" in reason for reason in validated_range(plan.workload, CPU))
 
 
+def test_a_plan_that_names_no_microbatch_is_compared_by_the_settings(tmp_path, user_cache):
+    config, plan = parse(SMALL), planned()
+    told = plan.as_dict()
+    del told["microbatch"]  # as of a version that did not choose it
+    (tmp_path / "plan.json").write_text(json.dumps(told))
+    (tmp_path / "metrics.jsonl").touch()
+    found = compare_run(tmp_path, config, describe_model(config), CPU)
+    assert found.plan.workload.microbatch == plan.workload.microbatch
+
+
 def test_a_run_folder_is_compared_with_its_plan_and_any_other_is_refused(tmp_path, user_cache):
     config, plan = parse([*SMALL, "--activation_checkpoint.mode", "auto"]), planned()
     decided = {"activation_checkpoint": "full", "microbatch": 1}

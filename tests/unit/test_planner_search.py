@@ -1,10 +1,12 @@
 """The search: legal layouts only, the rules of choosing, and flags that a run takes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from harness import ROOT, llama, parse
 
+from crius.config.layout import Layout
 from crius.config.rules import RULES, extras_installed
 from crius.config.run import replace_fields
 from crius.errors import ConfigError, LayoutError
@@ -139,6 +141,14 @@ def test_an_axis_more_is_taken_only_for_more_than_the_error_of_the_model(name, f
     assert all(score(one) < highest * (1 - TIE) for one in fewer)
     gained = 1 - max((one.tokens_per_second for one in fewer), default=0.0) / winner.tokens_per_second
     assert not fewer or gained > 0
+
+
+def test_an_option_that_gains_less_than_a_hundredth_of_the_fastest_is_left_out():
+    found = []
+    for speed, mode in ((100.0, "deferred"), (99.2, "immediate"), (98.3, "immediate")):
+        workload = SimpleNamespace(layout=Layout(), reshard="default", gradient_sync=mode, stages_per_rank=1)
+        found.append(SimpleNamespace(workload=workload, tokens_per_second=speed, headroom=lambda hardware: 1.0))
+    assert best(found, hardware("h100")).tokens_per_second == 99.2
 
 
 def lighter(candidate, pool):
