@@ -161,3 +161,8 @@ def test_answers_are_those_of_generate_for_each_prompt_alone(package, opened):
         kept = prompt[-(LENGTH - asked["max_gen_toks"]) :]  # a byte is a token
         [want] = answer(source, [Prompt(kept, ())], settings)
         assert text == want.text
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(6, "abcdef"), (5, "bcdef")])
+def test_a_prompt_that_is_too_long_keeps_its_end(tokens, kept, opened):
+    assert lm_eval_tasks._end_of("abcdef", opened[1], tokens) == kept
