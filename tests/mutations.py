@@ -13,7 +13,12 @@ from torch.nn import functional as F
 
 from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader
 from crius.data.source import Order
+from crius.kernels import attention as attention_kernels
+from crius.kernels.attention import softcapped
+from crius.models.config import DecoderConfig
+from crius.models.layers import DocumentMask, plus
 from crius.models.moe import MixtureOfExperts, Router
+from crius.models.rope import YarnScaling
 from crius.optim import build as optimizers
 from crius.parallel import context, expert, gradients, init, pipeline, tensor
 from crius.parallel.fsdp import GradientSync
@@ -364,10 +369,19 @@ def repeat_the_second_epoch(patch):
 
 
 def decay_head_norms(patch):
+    decay(patch, ("q_norm.weight", "k_norm.weight"))
+
+
+def decay_norms(patch):
+    """Of a norm with 1 + weight, too, the weight moves towards 0."""
+    decay(patch, "norm.weight")
+
+
+def decay(patch, ends):
     original = optimizers.decay_class
 
     def decay_class(name, *args):
-        return "decayed" if name.endswith(("q_norm.weight", "k_norm.weight")) else original(name, *args)
+        return "decayed" if name.endswith(ends) else original(name, *args)
 
     patch.setattr(optimizers, "decay_class", decay_class)
 
@@ -402,8 +416,60 @@ def forget_rslora_in_an_export(patch):
     patch.setattr(peft_out, "adapter_config", lambda *args: original(*args) | {"use_rslora": False})
 
 
+def add_the_bias_on_each_rank(patch):
+    """Before the sum over ranks."""
+
+    def rows(linear, x_BTD):
+        y_BTD = plus(linear.multiply(x_BTD, linear.weight.to_local()), tensor._bias(linear))
+        return tensor._scatter_sequence(y_BTD, linear.weight.device_mesh)
+
+    patch.setitem(tensor.STYLES, "rowwise", (*tensor.STYLES["rowwise"][:2], rows))
+
+
+def widen_windows_by_one(patch):
+    original = DocumentMask.forward
+
+    def forward(self, positions_BT, ends_BM, window):
+        return original(self, positions_BT, ends_BM, window and window + 1)
+
+    patch.setattr(DocumentMask, "forward", forward)
+
+
+def take_one_base_of_positions(patch):
+    original = DecoderConfig.attention_of
+
+    def attention_of(self, index):
+        kinds = tuple(kind._replace(rope_theta=0.0) for kind in self.pattern)
+        return original(replace(self, pattern=kinds), index)
+
+    patch.setattr(DecoderConfig, "attention_of", attention_of)
+
+
+def leave_out_the_factor_of_yarn(patch):
+    patch.setattr(YarnScaling, "magnitude", 1.0)
+
+
+def bound_scores_after_the_mask(patch):
+    """What the mask hides is then bounded like any score, and seen."""
+
+    def attention(q, k, v, mask, scale, softcap):
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale
+        probabilities = softcapped(scores.masked_fill(~mask, -torch.inf), softcap).softmax(-1)
+        return probabilities @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    patch.setattr(attention_kernels, "_softcapped_attention", attention)
+
+
+# what is broken on one device, and a family of tests/parity/test_families.py where it matters
+OF_FAMILIES = [
+    (widen_windows_by_one, "mistral_window"),
+    (take_one_base_of_positions, "gemma3"),
+    (leave_out_the_factor_of_yarn, "llama_yarn"),
+    (bound_scores_after_the_mask, "gemma2"),
+]
 QWEN3_MOE = ("--model.name", "qwen3_moe")
 SIGMOID_MOE = ("--model.flavor", "small", "--model.name", "sigmoid_moe")
+O_BIAS = ("--model.words", '{"o_bias": true}')
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 ONE_KEY_VALUE_HEAD = ("--model.num_kv_heads", "1")
 
@@ -422,6 +488,7 @@ MUTATIONS = [
     (skip_the_update_of_one_rank, "fsdp2", ()),
     (clip_nowhere_but_on_rank_0, "fsdp2", ()),
     (leave_norms_unsummed, "tp2", ()),
+    (add_the_bias_on_each_rank, "tp2", O_BIAS),
     (leave_replicated_heads_unsummed, "tp2", ONE_KEY_VALUE_HEAD),
     (count_positions_on_each_rank, "cp2", ()),
     (count_positions_on_each_rank, "cp2", BFLOAT16),
@@ -445,6 +512,7 @@ ON_ONE_DEVICE = [
     (halve_the_balance_loss, "experts"),
     (repeat_the_second_epoch, "three_epochs"),
     (decay_head_norms, "head_norms"),
+    (decay_norms, "documents"),
     (shrink_a_partial_batch, "last_partial_batch"),
     (count_unlabelled_tokens_of_validation, "validation"),
 ]

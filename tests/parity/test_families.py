@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import crius
+from mutations import OF_FAMILIES
 from safetensors import safe_open
 
 from crius.errors import ConfigError
@@ -316,6 +317,13 @@ def test_a_family_of_words_is_25_lines_that_a_user_names(outside):
     done = crius("import", folder, "run", "--explain", "--import", "cwm", cwd=outside)
     assert done.returncode == 0, done.stderr
     assert "layer_types" in done.stdout and "model       cwm: dim 60" in done.stdout
+
+
+@pytest.mark.parametrize(("mutate", "name"), OF_FAMILIES, ids=[mutate.__name__ for mutate, _ in OF_FAMILIES])
+def test_a_planted_fault_gives_other_logits(mutate, name, root, monkeypatch):
+    want = theirs(name)(tokens()).logits
+    mutate(monkeypatch)
+    assert far(ours(folder_of(name, root))(tokens()), want) > 1e-4
 
 
 def words_of(model, family):
