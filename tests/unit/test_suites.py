@@ -141,6 +141,7 @@ def test_a_broken_block_in_a_changed_page_fails_make_test(repository):
         "TWO=-k verbs.md",
         "TEST_STAMP=",
         "TIMES=times.json",
+        "PASSED=passed.json",
         "LINT=true",
     ]
     page.write_text(page.read_text() + "\n<!-- run -->\n```sh\ncrius config explain training.stesp\n```\n")
