@@ -153,7 +153,7 @@ def _mask_numbers(workload: Workload, attention: Attention) -> float:
         seen = (2 * cp + 1) / (4 * cp) if cp > 1 else 1.0  # an early and a late chunk together
         itemsize = workload.param_bytes if attention.softcap else 1  # a byte, or in the dtype of the scores
         return workload.seq_len * seen / itemsize * workload.has_mask_matrix
-    return workload.seq_len / 2 / workload.microbatch * workload.keeps_mask
+    return workload.seq_len / 2 / workload.microbatch * (workload.keeps_mask and cp > 1)
 
 
 def _norm_bytes(workload: Workload, attention: Attention, source: float) -> tuple[float, float]:
