@@ -15,7 +15,7 @@ from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader
 from crius.data.source import Order
 from crius.kernels import attention as attention_kernels
 from crius.kernels.attention import softcapped
-from crius.models.config import DecoderConfig
+from crius.models import decoder
 from crius.models.layers import DocumentMask, plus
 from crius.models.moe import MixtureOfExperts, Router
 from crius.models.rope import YarnScaling
@@ -436,13 +436,8 @@ def widen_windows_by_one(patch):
 
 
 def take_one_base_of_positions(patch):
-    original = DecoderConfig.attention_of
-
-    def attention_of(self, index):
-        kinds = tuple(kind._replace(rope_theta=0.0) for kind in self.pattern)
-        return original(replace(self, pattern=kinds), index)
-
-    patch.setattr(DecoderConfig, "attention_of", attention_of)
+    original = decoder.rotary_frequencies
+    patch.setattr(decoder, "rotary_frequencies", lambda rope, device: original(replace(rope, theta=1e6), device))
 
 
 def leave_out_the_factor_of_yarn(patch):

@@ -152,7 +152,7 @@ def _mask_numbers(workload: Workload, attention: Attention) -> float:
     if attention.window or workload.model.config.attention_mask == "document":
         seen = (2 * cp + 1) / (4 * cp) if cp > 1 else 1.0  # an early and a late chunk together
         itemsize = workload.param_bytes if attention.softcap else 1  # a byte, or in the dtype of the scores
-        return workload.seq_len * seen / itemsize * workload.has_mask_matrix
+        return workload.seq_len * seen / itemsize * (workload.has_mask_matrix or cp > 1)
     return workload.seq_len / 2 / workload.microbatch * (workload.keeps_mask and cp > 1)
 
 

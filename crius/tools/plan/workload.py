@@ -18,7 +18,7 @@ from crius.config.pipeline import (
     stages_per_rank,
 )
 from crius.config.resolve import ITEMSIZE, batch_sizes, caps_scores, keeps_probabilities, loss_chunks, varlen_obstacle
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.models.description import ModelDescription
 
 Pointwise = Literal["operators", "norms", "silu", "fused"]
@@ -231,11 +231,17 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         muon=config.optimizer.name == "muon",
         stage_layers=layers_of_stages(split_stages(modules, num_stages(parallelism), parallelism)) if modules else (),
         keeps_mask=device != "cuda" and layout.cp > 1,
-        has_mask_matrix=_on_cpu(config, device) or bool(varlen_obstacle(config, facts) and not caps_scores(facts)),
+        has_mask_matrix=_on_cpu(config, device) or _takes_matrices(config, facts),
         keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config, facts),
         snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
         lora_base=config.lora.base,
     )
+
+
+def _takes_matrices(config: RunConfig, facts: ModelDescription) -> bool:
+    """Whether attention on a GPU takes masks as matrices; under context parallelism it does in any case."""
+    whole = replace_fields(config, {"parallelism.context_parallel_degree": 1})
+    return bool(varlen_obstacle(whole, facts)) and not caps_scores(facts)
 
 
 def _param_bytes(config: RunConfig) -> int:
