@@ -46,6 +46,7 @@ QWEN3 = ("tp8", "fsdp2_tp2", "pp2_tp2", "cp2+ulysses", "fsdp2+full")
 MORE = ("fsdp3", "accum4+deferred", "ddp2_accum2+auto", "fsdp2_accum2+always", "pp2_tp2_accum2")
 # every word of a decoder in three models, on each axis of a mesh, and with windows in documents
 WORDS = ("fsdp2", "tp2", "pp2", "cp2", "fsdp2_tp2", "cp2+document", "cp2+ulysses+document")
+WITH_WORDS = ("tp2+full", "fsdp2_tp2+lora")
 NEAR = json.dumps({"pattern": [{"window": 5, "rope_theta": 1e4, "stretched": False}, {}]})
 LAYOUTS = {
     "llama3": (*matrix.PARITY, *MORE),
@@ -53,13 +54,13 @@ LAYOUTS = {
     "qwen3_moe": matrix.EXPERTS,  # softmax
     "sigmoid_moe": matrix.EXPERTS,  # sigmoids, bias and groups
     # windows, two ropes, norms on both sides, 1 + w, GeGLU; as many key/value heads as ranks have halves of
-    "gemma3": WORDS,
+    "gemma3": (*WORDS, *WITH_WORDS),
     # norms behind, all heads normalised together, YaRN
     "olmo3": WORDS,
     # biases everywhere, multipliers, scale, layers without positions, few rotary dims, exact GELU
-    "smollm3": WORDS,
+    "smollm3": (*WORDS, *WITH_WORDS),
     # bounded scores and logits
-    "gemma2": ("fsdp2", "tp2", "pp2", "cp2+document", "cp2+ulysses"),
+    "gemma2": ("fsdp2", "tp2", "pp2", "cp2+document", "cp2+ulysses", *WITH_WORDS),
 }
 EVERY_WORD = {
     "pattern": [{}, {"positions": False, "window": 9}],
