@@ -118,11 +118,8 @@ def resolve(
     if capability and capability < (8, 0):
         no_varlen = no_varlen or "GPU before Ampere"
     mask = no_varlen if has_mask else None
-    if caps_scores and attention == "auto" and device_type != "cpu":
-        order: tuple[Attention, ...] = ("flex",)
-        why_attention = "auto: softcap"
-    else:
-        order, why_attention = _attention(attention, device_type, (capability, cudnn), mask, keeps_probabilities)
+    versions = (capability, cudnn)
+    order, why_attention = _attention(attention, device_type, versions, mask, keeps_probabilities, caps_scores)
     is_main = order[:1] == ("varlen",) or (is_split and not has_mask)
     flash, why_flash = _flash(attention, capability, is_main)
     return Choice(
@@ -167,6 +164,7 @@ def _attention(
     versions: tuple[tuple[int, int] | None, int | None],
     mask: str | None,
     keeps_probabilities: bool,
+    caps_scores: bool,
 ) -> tuple[tuple[Attention, ...], str]:
     """The order of backends, and the reason. ``mask``: why document ends cannot be used; None: there is no mask."""
     if asked in _FLASH and device_type != "cpu":
@@ -181,6 +179,8 @@ def _attention(
         if keeps_probabilities:
             return ("blocked",), "auto: AMD CPU with AVX-512, short sequences"
         return (), "auto: CPU"
+    if caps_scores:
+        return ("flex",), "auto: softcap"
     if mask is None:
         return _on_gpu(*versions)
     if mask:
