@@ -52,6 +52,7 @@ def convert(
     shard_degree: int = 1,
 ) -> Converted:
     """Replace the chosen linear layers of ``model``, in place. Parameters stay, or are wrapped for a float8 gather.
+    A bias is added in high precision.
 
     Args:
         model: the whole model or one pipeline stage, on the meta device.
@@ -68,10 +69,10 @@ def convert(
     known = {choice.name: choice for choice in choices}
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for name, linear in linears.items():
-        if name not in known or known[name].shape != tuple(linear.weight.shape) or linear.bias is not None:
+        if name not in known or known[name].shape != tuple(linear.weight.shape):
             raise PlanError(
                 f"linear layer {name} of shape {tuple(linear.weight.shape)} is not in linears() of the model's config.",
-                fix="add it there with its shape; low precision only supports layers without a bias",
+                fix="add it there with its shape",
             )
     chosen = {name: linear for name, linear in linears.items() if known[name].is_converted}
     if not chosen:

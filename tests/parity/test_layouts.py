@@ -20,11 +20,12 @@ from workers import RowFailed
 
 from crius.cli.app import facts_of
 from crius.config.layout import apply_layout, parse_layout
+from crius.config.low_precision import is_enabled
 from crius.config.pipeline import num_stages
 from crius.config.run import RunConfig
 from crius.models import registry
 from crius.tools.verify import matrix, worker
-from crius.tools.verify.compare import judge, task_of
+from crius.tools.verify.compare import NUDGE, judge, judge_nudged, task_of
 from crius.tools.verify.parameters import Shards
 
 # gradients are clipped in each step, so that a wrong factor shows
@@ -46,7 +47,7 @@ QWEN3 = ("tp8", "fsdp2_tp2", "pp2_tp2", "cp2+ulysses", "fsdp2+full")
 MORE = ("fsdp3", "accum4+deferred", "ddp2_accum2+auto", "fsdp2_accum2+always", "pp2_tp2_accum2")
 # every word of a decoder in three models, on each axis of a mesh, and with windows in documents
 WORDS = ("fsdp2", "tp2", "pp2", "cp2", "fsdp2_tp2", "cp2+document", "cp2+ulysses+document")
-WITH_WORDS = ("tp2+full", "fsdp2_tp2+lora")
+WITH_WORDS = ("tp2+full", "fsdp2_tp2+lora", "tp2+float8", "fsdp2_tp2+float8_rowwise", "fsdp2+compile")
 NEAR = json.dumps({"pattern": [{"window": 5, "rope_theta": 1e4, "stretched": False}, {}]})
 LAYOUTS = {
     "llama3": (*matrix.PARITY, *MORE),
@@ -56,7 +57,7 @@ LAYOUTS = {
     # windows, two ropes, norms on both sides, 1 + w, GeGLU; as many key/value heads as ranks have halves of
     "gemma3": (*WORDS, *WITH_WORDS),
     # norms behind, all heads normalised together, YaRN
-    "olmo3": WORDS,
+    "olmo3": (*WORDS, *WITH_WORDS),
     # biases everywhere, multipliers, scale, layers without positions, few rotary dims, exact GELU
     "smollm3": (*WORDS, *WITH_WORDS),
     # bounded scores and logits
@@ -117,10 +118,12 @@ class Rows:
             flags: of the layout and its reference.
             plant: calls the work of a rank of the layout, with a fault.
         """
-        return judge(*self.results(text, flags, plant))
+        *results, own = self.results(text, flags, plant)
+        return judge(*results, own=own)
 
     def results(self, text, flags=(), plant=None, steps=3):
-        """A layout, what its reference found in so many steps, and what it found."""
+        """A layout, what its reference found in so many steps, what it found, and how far the reference is from itself
+        once its products in low precision are nudged."""
         skip_what_torch_lacks(text)
         layout = parse_layout(text)
         layers = max(2, num_stages(apply_layout(RunConfig(), layout).parallelism))
@@ -132,13 +135,17 @@ class Rows:
         if key not in self.references:
             shards = Shards(self.folder / f"shards-{len(self.references)}", is_whole=True)
             shards.folder.mkdir()
-            self.references[key] = shards, self._train(alone, shards, is_reference=True)
-        shards, expected = self.references[key]
-        return case, expected, self._train(case, shards, plant=plant)
+            expected = self._train(alone, shards, is_reference=True)
+            own = {}
+            if is_enabled(alone.config.quantize.dense):
+                own, _, _ = judge_nudged(alone, expected, self._train(alone, shards, nudge=NUDGE))
+            self.references[key] = shards, expected, own
+        shards, expected, own = self.references[key]
+        return case, expected, self._train(case, shards, plant=plant), own
 
-    def _train(self, case, shards, is_reference=False, plant=None):
+    def _train(self, case, shards, is_reference=False, plant=None, nudge=0.0):
         folder = self.folder / str(len(list(self.folder.iterdir())))
-        task = task_of(case.layout, folder, 250, shards, is_reference, case.config)
+        task = task_of(case.layout, folder, 250, shards, is_reference, case.config, nudge=nudge)
         work = functools.partial(worker.train, task)
         self.workers(case.layout.num_ranks).run(functools.partial(plant, work) if plant else work, task.run_dir, 280)
         return json.loads((task.run_dir / worker.RESULT).read_text())
@@ -175,7 +182,7 @@ def test_every_layout_computes_what_one_device_computes(model, layout, row):
 @pytest.mark.parametrize("model", [QWEN3_MOE, SIGMOID_MOE], ids=["qwen3_moe", "sigmoid_moe"])
 def test_a_run_with_experts_stays_that_of_one_device(model, layout, trained):
     """20 steps; parameters and bias after them within what three steps may differ by."""
-    case, expected, got = trained.results(layout, (*model, "--model.num_layers", "4"), steps=20)
+    case, expected, got, _ = trained.results(layout, (*model, "--model.num_layers", "4"), steps=20)
     for name, first, last in (("loss", 1e-7, 1e-5), ("grad_norm", 1e-6, 1e-4)):
         assert len(got[name]) == 20
         assert got[name][0] == pytest.approx(expected[name][0], rel=first, abs=0)

@@ -32,9 +32,9 @@ def choice(name, shape, *, padded=None, is_converted=True, local=None):
     )
 
 
-def converted(section, out_features, in_features, *, padded=None):
+def converted(section, out_features, in_features, *, padded=None, bias=False):
     """A layer of a drawn weight in the precision of ``section``, emulated."""
-    model = nn.ModuleDict({"w": nn.Linear(in_features, out_features, bias=False)})
+    model = nn.ModuleDict({"w": nn.Linear(in_features, out_features, bias=bias)})
     shape, section = (out_features, in_features), replace(section, pad_inner_dim=padded is not None)
     assert convert(model, [choice("w", shape, padded=padded)], section, emulate=True).linears == 1
     with torch.no_grad():
@@ -86,11 +86,13 @@ def expected(recipe, x, w, grad):
 
 
 @pytest.mark.parametrize("recipe", SECTIONS)
-def test_a_layer_multiplies_rounded_numbers_and_nothing_else(recipe):
-    layer = converted(SECTIONS[recipe], 96, 64)
-    x, grad, found = three_products(layer, (32, 2))
+def test_a_layer_multiplies_rounded_numbers_and_adds_its_bias_as_it_is(recipe):
+    layer = converted(SECTIONS[recipe], 96, 64, bias=True)
+    x, grad, (y, *gradients) = three_products(layer, (32, 2))
     x, grad = x.flatten(0, 1), grad.flatten(0, 1)
     weight = layer.weight.detach()
+    found = (y - layer.bias.detach(), *gradients)
+    torch.testing.assert_close(layer.bias.grad, grad.sum(dim=0))
     exact = (x @ weight.T, grad @ weight, grad.T @ x)
     for got, want, plain in zip(found, expected(recipe, x, weight, grad), exact, strict=True):
         got = got.flatten(0, -2)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled
@@ -72,6 +72,7 @@ class Task:
         shards: shards of the reference; the reference writes them, and the others compare with them.
         is_reference: whether this run is the reference.
         strict: whether an optimisation that is on and has no effect fails the run.
+        nudge: relative size of random changes of the products in low precision.
     """
 
     config: RunConfig
@@ -80,6 +81,7 @@ class Task:
     shards: Shards
     is_reference: bool = False
     strict: bool = False
+    nudge: float = 0.0
 
 
 class Recorder:
@@ -113,6 +115,8 @@ def train(task: Task, placement: Placement) -> None:
             uneven_adapters(loop.state.parts, facts, config.debug.seed)
         if not is_enabled(config.quantize.dense):  # it would amplify roundings to 8 bits as much as a fault
             uneven_weights(loop.state.parts, init_rules(facts))
+        if task.nudge:
+            nudge_products(loop.state.parts, task.nudge)
         place = functools.partial(_place, config, job.sizes.total, loop.place)
         state = named_state(loop.state.parts)
         if task.is_reference and _writes(task, ranks):
@@ -151,7 +155,7 @@ def curve(task: Task, placement: Placement) -> None:
         ranks = job.ranks
         precision = low_precision(task.config, job.facts, ranks.device.type)
         modules = [module for part in loop.state.parts for module in part.modules() if isinstance(module, Linear)]
-        low = [module for module in modules if type(module).multiply is not Linear.multiply]
+        low = list(filter(is_low, modules))
         # ranks with the same part of the model count the same
         counts = ranks.sum(torch.tensor([len(low), len(modules) - len(low)], device=ranks.device))
         converted, kept = (counts // (ranks.size // job.mesh.layout.pp)).tolist()
@@ -185,6 +189,28 @@ def start(task: Task, placement: Placement) -> None:
         built = build_model(dataclasses.replace(job, config=config))
         names = job.facts.state_names
         _write(task, job.ranks, {"checksums": checksums(named_state(built.parts), names, job.ranks)})
+
+
+def is_low(linear: Linear) -> bool:
+    """Whether a layer multiplies in low precision."""
+    return type(linear).multiply is not Linear.multiply
+
+
+def nudge_products(parts: Sequence[nn.Module], size: float) -> None:
+    """Change each number that a layer in low precision gives by a random share of standard deviation ``size``.
+
+    So numbers that lie between two of 8 bits round to the other one, as they do on another layout.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def nudge(_: nn.Module, __: Any, y: Tensor) -> Tensor:
+        noise = torch.randn(y.shape, generator=generator)
+        return y * (1 + size * noise.to(y))
+
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, Linear) and is_low(module):
+                module.register_forward_hook(nudge)
 
 
 def _loop(task: Task, job: Job, stack: contextlib.ExitStack, recorder: Recorder) -> Loop:
