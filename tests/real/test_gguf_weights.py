@@ -19,7 +19,7 @@ from crius.kernels import choice
 from crius.models import registry
 from crius.tools.convert.importing import import_model
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(7200)]
 
 PROMPT = "The capital of France is"
 NEW = 32

@@ -47,14 +47,14 @@ def test_a_test_is_in_the_suite_of_its_marks(test, suite):
     assert suites.suites([test], "abc", {"README.md", "crius/api.py"})[test] == suite
 
 
-def test_a_commit_draws_a_quarter_of_each_matrix_and_another_commit_another():
+def test_a_commit_draws_a_sixth_of_each_matrix_and_another_commit_another():
     tests = [Item(f"tests/parity/a.py::{name}[{row}]", MARK.matrix.mark) for name in "pq" for row in range(42)]
     drawn = {}
     for by in ("", "a", "b"):
         found = suites.suites(tests, by, set())
         assert set(found.values()) == {"full", "all"}
         drawn[by] = {test.nodeid for test in tests if found[test] == "full"}
-        assert [sum(name in one for one in drawn[by]) for name in ("::p", "::q")] == [11, 11]
+        assert [sum(name in one for one in drawn[by]) for name in ("::p", "::q")] == [7, 7]
         assert found == suites.suites(tests, by, set())
     assert drawn[""] != drawn["a"] != drawn["b"]
 
@@ -70,9 +70,9 @@ def test_rows_of_one_name_are_drawn_together_and_a_changed_page_brings_them_all(
     assert [test.nodeid[-5:-3] for test in tests if found[test] == "test"] == [other] * 3
 
 
-def test_of_all_long_tests_a_quarter_is_drawn():
+def test_of_all_long_tests_a_sixth_is_drawn():
     tests = [Item(f"tests/unit/{file}.py::t{number}", MARK.long.mark) for file in "ab" for number in range(6)]
-    assert sorted(suites.suites(tests, "abc", set()).values()) == ["all"] * 9 + ["full"] * 3
+    assert sorted(suites.suites(tests, "abc", set()).values()) == ["all"] * 10 + ["full"] * 2
 
 
 @pytest.fixture
