@@ -475,14 +475,15 @@ def _take(
 
 def _ropes(content: Mapping[str, Any], kinds: Kinds) -> Generator[str, None, tuple[dict[str, Any], float]]:
     """Rotary positions of layers without a window, and the base of those of layers with one. Yields messages."""
-    local = kinds.local_theta
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}  # in the order of transformers
+    local = content.get(kinds.local_key, kinds.local_theta) if kinds.local_key else kinds.local_theta
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"  # in the order of transformers
+    rope = content.get(key) or {}
     if not isinstance(rope, dict):
-        yield f"rope_scaling {_shown(rope)} is not an object"
+        yield f"{key} {_shown(rope)} is not an object"
         return {}, local
     if any(isinstance(value, dict) for value in rope.values()):
         if not local or not rope.keys() <= {_FULL, _WINDOW} or not all(isinstance(one, dict) for one in rope.values()):
-            yield f"rope_parameters {_shown(rope)} differ by kind of layer, which is not supported"
+            yield f"{key} {_shown(rope)} differ by kind of layer, which is not supported"
             return {}, local
         near = rope.get(_WINDOW, {})
         if near.get("rope_type", "default") != "default":
@@ -490,7 +491,9 @@ def _ropes(content: Mapping[str, Any], kinds: Kinds) -> Generator[str, None, tup
         theta = near.get("rope_theta", local)
         rope = rope.get(_FULL, {})
     else:
-        theta = content.get(kinds.local_key, local) if kinds.local_key else local
+        if local and rope and key == "rope_parameters":
+            yield f"rope_parameters {_shown(rope)} do not say to which kind of layer they belong, {_FULL} or {_WINDOW}"
+        theta = local
     if local and not _fits(theta, float):
         yield f"rope_theta {_shown(theta)} of {_WINDOW} is not a number above 0"
         return rope, local

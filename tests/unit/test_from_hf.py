@@ -148,6 +148,7 @@ SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
         ),
         (OLMO3 | {"sliding_window": None}, "layer_types has sliding_attention, but there is no sliding_window"),
         (OLMO3 | {"rope_parameters": {"full_attention": {}, "near": {}}}, "differ by kind of layer"),
+        (OLMO3 | {"rope_parameters": YARN}, "do not say to which kind of layer they belong"),
         (
             OLMO3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
             'rope_type "linear" of sliding_attention is not supported',
