@@ -89,6 +89,16 @@ def test_the_bias_moves_by_whole_counts():
     assert not moe.router.bias.requires_grad
 
 
+def test_a_backward_keeps_nothing_of_the_choice_of_experts_or_of_the_counted_loss():
+    router, x = layer(kind=Router)
+    router.aux_scale = router.z_scale = 0.5
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        ids, _, _ = router(x)
+    assert [tensor for tensor in kept if tensor.ndim == 0] == []
+    assert [tensor.shape for tensor in kept if tensor.dtype == torch.int64] == [ids.shape]  # of the chosen scores
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_the_balance_losses_come_as_gradients_and_are_counted(score):
     router, x = layer(kind=Router, score=score, num_groups=1, router_bias=False)

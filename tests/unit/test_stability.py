@@ -18,7 +18,7 @@ from crius.optim.build import WarmupStableDecay
 from crius.parallel.gradients import Gradients
 from crius.train.guard import UpdateGuard
 from crius.train.stability import Culprit, SpikeMonitor
-from crius.train.state import AfterUpdate, Snapshot, TrainState
+from crius.train.state import AfterUpdate, Snapshot, TrainState, leaves
 from crius.train.step import StepResult
 
 CPU = torch.device("cpu")
@@ -403,7 +403,8 @@ def test_a_snapshot_restores_any_state_in_place_and_drops_what_came_later():
     half = torch.randn(16, 16, dtype=torch.bfloat16)
     optimizer.state[weight] = {"eight_bit": eight_bit, "half": half, "count": 3}
     eight_bit.copy_(torch.randn(16, 16))
-    parts = [weight.detach(), half, eight_bit.codes, eight_bit.scale]
+    parts = [leaves(weight)[""], half, eight_bit.codes, eight_bit.scale]
+    assert type(parts[0]) is torch.Tensor and not parts[0].requires_grad
     before = [part.clone() for part in parts]
     snapshot = Snapshot([weight], optimizer)
     snapshot.take()
