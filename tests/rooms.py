@@ -12,6 +12,17 @@ SDC = "tests/distributed/test_sdc.py::test_a_gradient_that_differs_the_second_ti
 FLIPPED = "tests/distributed/test_sdc.py::test_a_flipped_weight_names_the_odd_one_of_three_replicas"
 FAULTS = "tests/distributed/test_checkpoint_faults.py"
 FAILED_SAVE = "test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run"
+FAILED_SAVES = "test_a_disk_that_goes_on_failing_ends_the_run_with_the_last_good_checkpoint_named"
+STOPPED = "test_a_signal_saves_on_all_ranks_and_ends_with_75"
+RETURNED = (
+    "tests/distributed/test_checkpoints.py::test_the_same_command_goes_back_to_load_step_once",
+    "tests/distributed/test_checkpoints.py::test_load_step_names_a_step_of_load_path",
+)
+STARTED = (
+    "tests/parity/test_pretrained.py::test_a_resume_does_not_read_the_source_again",
+    "tests/parity/test_pretrained.py::test_new_rows_of_the_vocabulary_are_drawn_and_the_others_kept",
+)
+NAN = "tests/distributed/test_training.py::test_a_nan_of_the_backward_pass_is_named_by_its_line_of_the_forward_pass"
 BROKEN = "test_weights_that_the_last_update_broke_are_not_saved_as_good"
 REPORTED = (
     "test_a_run_that_ends_badly_reports_its_last_healthy_step_and_no_broken_one",
@@ -270,22 +281,23 @@ ROOMS = {
         "saving": ("test_saving", "test_newest", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
         "checkpoints": (
             *("test_saving", "test_newest", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
-            *(f"{FAULTS}::{name}" for name in RESUMED),
+            *(f"{FAULTS}::{name}" for name in (*RESUMED, FAILED_SAVES)),
+            *RETURNED,
         ),
         "job": (
-            *(f"{FAULTS}::{name}" for name in (f"{FAILED_SAVE}[async-erofs]", BROKEN)),
-            f"{ORACLE}[validation]",
+            *(f"{FAULTS}::{name}" for name in (f"{FAILED_SAVE}[async-erofs]", BROKEN, STOPPED)),
+            *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
         ),
         "inputs": (
-            *("test_from_hf", "test_data_boundary", "test_foreign_weights", "test_import", "test_gpu_defaults"),
-            f"{ORACLE}[causal]",
+            *("test_from_hf", "test_data_boundary", "test_gpu_defaults", "test_saving"),
+            *(f"{ORACLE}[last_partial_batch]", f"{FAULTS}::{RESUMED[2]}", *KEPT_TOKENIZER[1:3]),
         ),
         "setup": (
             *("test_dtype_auto", "test_blocked_attention", "test_document_attention", "test_run_file", "test_cards"),
             f"{ORACLE}[causal]",
         ),
         "loop": (
-            *("test_saving", "test_tidied", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
+            *("test_saving", "test_tidied", f"{FAULTS}::{FAILED_SAVE}[async-erofs]", f"{FAULTS}::{STOPPED}"),
             *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
         ),
         "reports": (
@@ -298,10 +310,15 @@ ROOMS = {
             "tests/distributed/test_nonfinite.py::test_nan_in_the_last_step_is_found_although_no_step_follows",
         ),
         "effects": ("test_effects", "test_cards", "test_lora"),
-        "pretrained": ("test_lora", "test_foreign_weights"),
+        "pretrained": ("test_foreign_weights", *STARTED),
         "tools": ("test_cards", "test_planner_runs"),
+        "state": ("test_stability", "test_many_ranks", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+        "build": (
+            *("test_effects", "test_loads", "test_squared_norm", f"{VALIDATED}[pp2]", f"{ORACLE}[experts]"),
+            *(f"{LAYOUT}[{case}]" for case in ("llama3 tp2+float8_rowwise", "llama3 fsdp2_tp2", "qwen3_moe fsdp2_ep2")),
+        ),
         "step": (
-            *("test_microbatches", "test_many_ranks", f"{VALIDATED}[pp2]"),
+            *("test_microbatches", "test_many_ranks", f"{VALIDATED}[pp2]", f"{NAN}[one_device]", f"{SDC}[1]"),
             "tests/unit/test_metrics.py::test_the_largest_loss_is_the_mean_of_one_rank_over_its_own_tokens",
             *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation", "accumulation")),
         ),

@@ -165,6 +165,18 @@ def make_bench(tmp_path, **policies):
     return Bench(guard, state, model, tmp_path)
 
 
+def test_a_guard_goes_on_with_the_losses_and_counts_of_the_run_that_it_resumes(tmp_path):
+    bench = make_bench(tmp_path, nonfinite="skip")
+    for loss in (1.0, 2.0, math.nan):
+        bench.take_step(loss=loss)
+    saved = bench.guard.state()
+    assert saved["skips_in_a_row"] == 1 and saved["window"]["loss"]
+    resumed = make_bench(tmp_path, nonfinite="skip").guard
+    assert resumed.state() != saved
+    resumed.load(saved)
+    assert resumed.state() == saved
+
+
 def is_same(one, other):
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
@@ -393,6 +405,13 @@ def test_set_lr_counts_updates_and_obeys_the_factor_of_a_group():
     state = TrainState([], optimizer, WarmupStableDecay(LRSchedulerConfig(warmup_steps=4), 10), step=7, updates=1)
     assert state.set_lr(0.8) == 0.4
     assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.2]
+
+
+@pytest.mark.parametrize("known", [{}, {"updates": 5}], ids=["older", "newer"])
+def test_updates_that_no_checkpoint_tells_are_the_steps_neither_skipped_nor_taken_back(known):
+    state = TrainState([], None, None)
+    state.restore({"step": 9, "skipped_steps": 1, "rolled_back_steps": 3, **known})
+    assert state.counters() == {"step": 9, "tokens": 0, "updates": 5, "skipped_steps": 1, "rolled_back_steps": 3}
 
 
 def test_a_snapshot_restores_any_state_in_place_and_drops_what_came_later():
