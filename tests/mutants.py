@@ -55,6 +55,12 @@ QUIET = {
     "timeout": "how long a dead peer is waited for",
 }
 """Arguments that no result depends on, with what does."""
+PORTIONS = {
+    *("_BATCH", "_BATCH_CHARACTERS", "_BLOCK", "_CPU_TOKENS", "_GPU_TOKENS", "_LOGIT_BYTES", "_RANGE_BYTES", "_ROWS"),
+    *("_READ_BYTES", "CHUNK_CHARACTERS", "CHUNK_CONVERSATIONS", "CHUNK_PIECES", "PIECE_BYTES"),
+    *("_LARGE_BYTES", "_MOST_BYTES", "_TRIM_BYTES"),
+}
+"""Constants that say how much is read, computed or given back to the system at a time: any number has one result."""
 
 
 class Change(NamedTuple):
@@ -116,9 +122,12 @@ def is_log(node: ast.AST) -> bool:
 
 
 def is_quiet(node: ast.AST) -> bool:
-    """Whether ``node`` is an argument of ``QUIET``, or a constant ``..._SECONDS``: how long something is waited for."""
+    """Whether ``node`` is an argument of ``QUIET``, a constant ``..._SECONDS``, how long something is waited for, or a
+    number of ``PORTIONS``.
+    """
     if isinstance(node, ast.Assign):
-        return isinstance(node.targets[0], ast.Name) and node.targets[0].id.endswith("SECONDS")
+        name = getattr(node.targets[0], "id", "")
+        return name.endswith("SECONDS") or (name in PORTIONS and not isinstance(node.value, ast.Dict))
     return isinstance(node, ast.keyword) and node.arg in QUIET
 
 

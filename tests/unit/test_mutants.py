@@ -35,6 +35,7 @@ def test_a_change_replaces_one_text(kind, text, changed):
         'def f() -> None:\n    """1."""\n    log.info("done")\n',
         "f(timeout=1)\n",
         "POLL_SECONDS = 0.1\n",
+        "_BLOCK = 1 << 18\n",
     ],
 )
 def test_what_no_result_depends_on_is_left_alone(text):
