@@ -95,6 +95,15 @@ RULES = (
     "test_rule_bounds",
 )
 DEFAULTS = f"{CONFIG}::test_a_default_changes_only_with_its_line"
+EXPORTS = (
+    "test_a_run_of_lora_is_a_model_wherever_one_is_taken",
+    "test_an_export_is_of_peft_unless_another_is_asked_for",
+    "test_adapters_are_rounded_after_their_logits_are_compared",
+    "test_a_base_that_is_gone_or_another_one_is_refused_with_its_place",
+    "test_adapters_that_are_not_those_of_the_settings_are_refused",
+)
+LORA = ("test_lora", *(f"--deselect=tests/unit/test_lora.py::{name}" for name in EXPORTS))
+"""``test_lora`` without its trained run, which only ``crius/tools/convert`` needs."""
 LONG_PARSES = (
     f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",
     f"--deselect={CONFIG}::test_no_released_flag_disappears",
@@ -102,7 +111,7 @@ LONG_PARSES = (
 )
 ROOMS = {
     "config": {
-        "rules_lora": ("test_lora", "test_rules_quantize"),
+        "rules_lora": (*LORA, "test_rules_quantize"),
         "rules": RULES,
         "facts": RULES,
         "changes": ("test_changes", "test_data_boundary", "test_hostile_state", "test_from_hf"),
@@ -110,7 +119,7 @@ ROOMS = {
             *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
             *("test_rules_reproducible", "test_planner_memory", "test_pipeline_stages", *LONG_PARSES),
         ),
-        "lora": ("test_lora", DEFAULTS),
+        "lora": (*LORA, DEFAULTS),
         "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),
         "param_groups": ("test_optim_states", "test_optim", "test_rules_training"),
         "load": ("test_config", "test_from_hf", *LONG_PARSES),
@@ -190,7 +199,7 @@ ROOMS = {
             *("test_rules_reproducible", "test_exact_sums"),
             *(f"{REPRODUCIBLE}[{layout}]" for layout in ("fsdp2", "ddp2")),
         ),
-        "lora": ("test_lora", f"{LAYOUT}[llama3 fsdp2_tp2+lora]"),
+        "lora": (*LORA, f"{LAYOUT}[llama3 fsdp2_tp2+lora]"),
         "init": (
             *("test_model", f"{LAYOUT}[llama3 fsdp2_tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
             *(f"tests/distributed/test_init.py::{name}" for name in DRAWS),
@@ -220,7 +229,7 @@ ROOMS = {
         ),
     },
     "quantize": {
-        "frozen": ("test_lora", f"{LAYOUT}[llama3 fsdp3+nf4]"),
+        "frozen": (*LORA, f"{LAYOUT}[llama3 fsdp3+nf4]"),
         "": (
             *("test_quantize", "test_rules_quantize", "test_low_precision", "test_many_ranks"),
             *(f"{LAYOUT}[llama3 tp2+float8_rowwise]", f"{LAYOUT}[llama3 fsdp2_tp2+float8+float8_all_gather]"),
@@ -259,8 +268,8 @@ ROOMS = {
         ),
     },
     "interop": {
-        "adapters": ("test_lora", "test_foreign_weights"),
-        "peft": ("test_lora", "test_foreign_weights"),
+        "adapters": ("test_foreign_weights",),
+        "peft": ("test_foreign_weights",),
         "kept": KEPT_TOKENIZER,
         "casting": ("test_export",),
         "context": ("test_export",),
@@ -309,7 +318,7 @@ ROOMS = {
             *("test_stability", f"tests/unit/test_hot_loop.py::{REPORTED[0]}", f"{FAULTS}::{BROKEN}"),
             "tests/distributed/test_nonfinite.py::test_nan_in_the_last_step_is_found_although_no_step_follows",
         ),
-        "effects": ("test_effects", "test_cards", "test_lora"),
+        "effects": ("test_effects", "test_cards"),
         "pretrained": ("test_foreign_weights", *STARTED),
         "tools": ("test_cards", "test_planner_runs"),
         "state": ("test_stability", "test_many_ranks", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),

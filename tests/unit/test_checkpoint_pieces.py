@@ -12,7 +12,7 @@ from crius.checkpoint.contents import contents_hash
 from crius.checkpoint.folder import read_manifest
 from crius.checkpoint.load import load_tensors
 from crius.checkpoint.manifest import digest_of
-from crius.checkpoint.pieces import Piece, TensorSource, misfits, shortened, stacked
+from crius.checkpoint.pieces import Piece, TensorSource, misfits, rows_from, shortened, stacked
 from crius.checkpoint.plain import load_whole
 from crius.errors import CheckpointError
 
@@ -47,6 +47,20 @@ def test_pieces_and_stacks_of_them_are_the_tensor_that_was_cut(by_rows):
         fill({"one": one, "both": both}, targets)
         assert torch.equal(targets["one"], torch.from_numpy(numbers[0]))
         assert torch.equal(targets["both"], torch.from_numpy(numbers))
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_rows_of_a_tensor_are_a_tensor_whose_rows_are_read_alone(by_rows):
+    numbers = np.arange(15, dtype=np.float32).reshape(5, 3)
+
+    def read(first=0, last=None):
+        return memoryview(numbers[first:last].tobytes())
+
+    whole = TensorSource("w", "F32", (5, 3), (Piece((0, 0), (5, 3), read, read if by_rows else None, ("file", 0)),))
+    part = rows_from(whole, 1, 3)
+    assert (part.shape, part.pieces[0].offset, part.pieces[0].shape) == ((3, 3), (0, 0), (3, 3))
+    assert part.read() == numbers[1:4].tobytes()
+    assert part.pieces[0].read_rows(1, 3) == numbers[2:4].tobytes()
 
 
 def test_parts_of_several_dtypes_are_not_one_tensor():

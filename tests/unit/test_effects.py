@@ -13,6 +13,7 @@ from torch._inductor.codecache import PyCodeCache
 from crius.config.layout import Layout
 from crius.config.training import CompileConfig
 from crius.errors import EffectError
+from crius.parallel.activation_checkpoint import CheckpointedBlocks
 from crius.parallel.compile import CompileReport
 from crius.parallel.runtime import World
 from crius.parallel.tensor import AsyncTensorParallel
@@ -22,9 +23,13 @@ from crius.train.build import low_precision, planned
 from crius.train.effects import (
     Effect,
     check,
+    of_activation_checkpoint,
     of_async_tensor_parallel,
     of_compile,
+    of_lora,
     of_low_precision,
+    of_save_ops,
+    over_ranks,
     over_stages,
 )
 from crius.train.inputs import describe_model
@@ -209,6 +214,37 @@ def test_async_tensor_parallelism_says_what_was_fused_in_each_direction(tmp_path
         "async_tp: 8 of 13 fused, forward 7 of 8, backward 1 of 5 (the others are not next to a matmul that Inductor "
     )
     assert str(of_async_tensor_parallel(async_tp)) == line + "can fuse them with)"
+
+
+class TwoRanks(World):
+    """The first of two ranks; the other counted 4 and 2."""
+
+    def gather(self, values):
+        return torch.stack((values, torch.tensor([4, 2])))
+
+
+def test_blocks_are_counted_over_stages_and_what_stays_is_that_of_the_block_that_keeps_most():
+    first = CheckpointedBlocks(3, 4, "full", Counter(mm=2, sdpa=5))
+    parts = [first, CheckpointedBlocks(1, 2, "full", Counter(mm=3, sdpa=1))]
+    assert str(of_activation_checkpoint(parts)) == "activation_checkpoint: 4 of 6 blocks (full)"
+    found = of_save_ops(parts)
+    assert [(effect.name, effect.count) for effect in found] == [("save_ops mm", 3), ("save_ops sdpa", 5)]
+    whole = over_ranks(found, TwoRanks(0, 2, torch.device("cpu")))
+    assert [(effect.name, effect.count) for effect in whole] == [("save_ops mm", 4), ("save_ops sdpa", 5)]
+
+
+@pytest.mark.parametrize(
+    ("trained", "frozen", "share"),
+    [(4_900_000, 134_500_000, "4.9 M of 139.4 M"), (99_999, 1, "99,999 of 0.1 M")],
+)
+def test_adapters_are_counted_with_the_parameters_that_they_train(trained, frozen, share):
+    part = torch.nn.ModuleDict({name: torch.nn.Module() for name in ("wq", "wk", "norm")})
+    for name, weight in (("wq", "lora_A"), ("wq", "lora_B"), ("wk", "lora_A"), ("norm", "weight")):
+        part[name].register_parameter(weight, torch.nn.Parameter(torch.zeros(1)))
+    config = SimpleNamespace(lora=SimpleNamespace(rank=16))
+    job = SimpleNamespace(config=config, facts=SimpleNamespace(num_trained=trained, num_parameters=frozen))
+    line = str(of_lora(job, SimpleNamespace(parts=[part])))
+    assert line == f"lora: 2 linears, rank 16, {share} parameters trained"
 
 
 class FourRanks(World):
