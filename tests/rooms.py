@@ -95,6 +95,10 @@ RULES = (
     "test_rule_bounds",
 )
 DEFAULTS = f"{CONFIG}::test_a_default_changes_only_with_its_line"
+MASKED_TOKENS = (
+    "test_the_byte_tokenizer_has_masks_too",
+    "test_a_character_of_several_tokens_is_whole",
+)
 EXPORTS = (
     "test_a_run_of_lora_is_a_model_wherever_one_is_taken",
     "test_an_export_is_of_peft_unless_another_is_asked_for",
@@ -242,8 +246,19 @@ ROOMS = {
         "sample_log": ("test_audit", "test_data_show"),
         "lock": ("test_lock", "test_data_prepare"),
         "prepare": ("test_data_prepare", "test_data_boundary"),
-        "show": ("test_data_show",),
-        "tokenizer": ("test_data_tokenizer", "test_tokenizer_files"),
+        "rows": ("test_chat_files", "test_data_documents", "test_data_boundary"),
+        "documents": (
+            "test_data_documents",
+            "test_chat_files",
+            "test_data_corpus",
+            "test_data_prepare",
+            "test_plugins",
+        ),
+        "show": ("test_data_show", "test_data_samples"),
+        "tokenizer": (
+            *("test_data_tokenizer", "test_tokenizer_files"),
+            *(f"tests/unit/test_chat_masks.py::{name}" for name in MASKED_TOKENS),
+        ),
         "": (
             *("test_data_corpus", "test_data_documents", "test_data_stream", "test_data_checked", "test_data_tokens"),
             *("test_data_tokenizer", "test_data_boundary", "test_data_samples", "test_data_prepare"),

@@ -14,7 +14,7 @@ from torch import nn
 from crius.config.training import LRSchedulerConfig, OptimizerConfig
 from crius.models import registry
 from crius.optim import build
-from crius.optim.build import IMPLEMENTATIONS, WarmupStableDecay, build_optimizer, parameter_groups
+from crius.optim.build import IMPLEMENTATIONS, WarmupStableDecay, build_optimizer, decay_class, parameter_groups
 
 SMALL = llama(num_layers=2)
 
@@ -128,6 +128,13 @@ def test_norms_and_embeddings_decay_only_when_asked(tied, decay_1d, decay_embedd
     kept = {"1d": set() if decay_1d else NORMS, "embeddings": set() if decay_embeddings else EMBEDDINGS}
     want = {"decayed": names - kept["1d"] - kept["embeddings"], **{group: held for group, held in kept.items() if held}}
     assert group_names(model, tied, decay_1d=decay_1d, decay_embeddings=decay_embeddings) == want
+
+
+def test_each_of_several_embeddings_is_one():
+    plan = replace(llama(num_layers=2).plan, embeddings=("tok_embeddings", "positions"))
+    weight = nn.Parameter(torch.zeros(2, 2))
+    found = [decay_class(f"{name}.weight", weight, plan, OptimizerConfig()) for name in ("tok_embeddings", "positions")]
+    assert found == ["embeddings", "embeddings"]
 
 
 def test_optimizer_gets_each_parameter_once_with_its_groups_decay(caplog):

@@ -15,7 +15,7 @@ from crius.config.training import OptimizerConfig
 from crius.models import registry
 from crius.optim import muon, storage
 from crius.optim.build import IMPLEMENTATIONS, build_optimizer, parameter_groups
-from crius.optim.state import to_load, to_save
+from crius.optim.state import fill_copies, to_load, to_save
 from crius.optim.storage import places_of, random_bits, round_to_bfloat16, stream
 
 SMALL = llama(num_layers=2)
@@ -118,6 +118,39 @@ def test_a_state_that_is_saved_is_loaded_to_the_last_bit(name, state_dtype):
     assert all(torch.equal(loaded[key], saved[key]) for key in saved)
 
 
+def test_a_state_without_scales_gets_those_of_its_blocks():
+    parameters, optimizer = trained(3, state_dtype="8bit")
+    saved = to_save(optimizer, {parameter: key for key, parameter in parameters.items()})
+    saved = {key: value for key, value in saved.items() if "_scale." not in key}
+    names = {parameter: key for key, parameter in toy().items()}
+    other = build({key: parameter for parameter, key in names.items()}, state_dtype="8bit")
+    targets, finish = to_load(other, names, saved)
+    for key, target in targets.items():
+        target.copy_(saved[key])
+    finish()
+    loaded = to_save(other, names)
+    for key, value in saved.items():
+        assert (loaded[key] - value).norm() <= 0.02 * value.norm(), key
+
+
+def test_a_parameter_that_has_the_name_of_another_gets_its_numbers_and_a_state_of_its_own():
+    first, loaded = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([first, loaded])
+    loaded.grad = torch.ones(3)
+    optimizer.step()
+    with torch.no_grad():
+        fill_copies(optimizer, {first: "w", loaded: "w"})
+    assert torch.equal(first, loaded)
+    assert torch.equal(optimizer.state[first]["exp_avg"], optimizer.state[loaded]["exp_avg"])
+    assert optimizer.state[first]["exp_avg"] is not optimizer.state[loaded]["exp_avg"]
+
+
+def test_one_weight_in_bfloat16_is_rounded_as_all_are():
+    parameters = toy()
+    parameters["output.weight"] = nn.Parameter(parameters["output.weight"].to(torch.bfloat16))
+    assert not isinstance(build(parameters), torch.optim.AdamW)
+
+
 def test_the_state_of_another_optimizer_is_not_loaded():
     parameters, optimizer = trained(1, name="muon")
     names = {parameter: key for key, parameter in parameters.items()}
@@ -129,14 +162,14 @@ def test_the_state_of_another_optimizer_is_not_loaded():
 
 
 def test_matrices_are_iterated_on_two_ranks_at_a_time_the_most_expensive_first():
-    """Costs of 2 x 2 x 300, 4 x 4 x 64 and 8 x 8 x 8 multiplications."""
-    shapes = [(8, 8), (300, 2), (4, 64)]
+    """Costs of 2 x 2 x 300, 4 x 4 x 100 and 8 x 8 x 8 multiplications."""
+    shapes = [(8, 8), (300, 2), (4, 100)]
     parameters = {f"layers.0.w{place}.weight": nn.Parameter(torch.ones(shape)) for place, shape in enumerate(shapes)}
     optimizer = build(parameters, name="muon")
     set_gradients(parameters, 0)
     optimizer._holders[None].size = 2
     assert [[tuple(job.matrix.shape) for job in jobs] for _, jobs in optimizer._rounds()] == [
-        [(300, 2), (4, 64)],
+        [(4, 100), (300, 2)],
         [(8, 8)],
     ]
 
