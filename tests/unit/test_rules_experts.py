@@ -139,3 +139,9 @@ def test_experts_can_be_split_over_all_ranks_that_share_a_layer(layout):
 
 def test_widths_that_tensor_parallelism_does_not_split_need_not_be_divided():
     rules.check(facts_on("tp4", [*ROUTED, "--model.expert_ffn_dim", "90"]))
+
+
+def test_muon_is_refused_where_it_would_get_experts_of_some_layers():
+    muon = [*ROUTED, "--optimizer.name", "muon", "--optimizer.param_groups"]
+    assert len(list(muon_needs_matrices(facts_on("1", [*muon, "layers.0:optimizer=adamw"])))) == 1
+    assert list(muon_needs_matrices(facts_on("1", [*muon, "feed_forward.experts:optimizer=adamw"]))) == []
