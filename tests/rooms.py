@@ -34,6 +34,7 @@ TIMED = (
     "test_a_recovery_is_told_once_with_the_step_that_the_failed_attempt_had_not_finished",
     "test_rates_and_mfu_are_over_the_steps_since_the_last_report",
     "test_mfu_is_unknown_without_a_peak",
+    "test_a_phase_may_last_three_times_the_slowest_step_but_one_of_a_hundred",
 )
 RESUMED = (
     "test_a_resume_leaves_no_more_checkpoints_than_are_to_be_kept",

@@ -29,7 +29,7 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import StepMetrics, ValidationMetrics
 from crius.metrics.sinks import ConsoleSink, JsonlSink, build_sinks
 from crius.parallel.runtime import World
-from crius.train.reports import Meter, Recovery
+from crius.train.reports import Meter, Pace, Recovery
 from crius.train.state import TrainState
 from crius.train.step import StepResult, largest_loss
 
@@ -514,3 +514,15 @@ def test_mfu_is_unknown_without_a_peak():
     meter = Meter(flops_per_token=2e9, peak_tflops=None, world=World(0, 1, torch.device("cpu")))
     meter.count(2048, 0.5, 0.0)
     assert meter.report(TrainState(None, None, None), 1.0, 0.5, {"loss": 1.0, "grad_norm": 1.0}).mfu is None
+
+
+def test_a_phase_may_last_three_times_the_slowest_step_but_one_of_a_hundred():
+    pace = Pace("cpu")
+    for _ in range(2):
+        pace.count(1000.0)  # they compile
+    for seconds in range(1, 8):
+        pace.count(seconds)
+    assert pace.limit_seconds() == 0.0
+    for seconds in range(8, 101):
+        pace.count(seconds)
+    assert pace.limit_seconds() == 3 * 99

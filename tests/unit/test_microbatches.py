@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from crius.data.loader import Batch
-from crius.train.step import Accumulation
+from crius.train.step import Accumulation, Late
 
 
 class Squares(nn.Module):
@@ -34,3 +34,13 @@ def test_microbatches_have_the_loss_and_gradient_of_the_batch_and_the_last_one_i
     assert losses.tolist() == [(part.tokens_BT**2).sum().item() / 24 for part in BATCH.microbatches(size)]
     assert model.weight.grad.item() == pytest.approx(2 * (TOKENS**2).sum().item() / 24)
     assert not losses.requires_grad  # else it holds the graph until it is reported
+
+
+@pytest.mark.parametrize(
+    ("looks", "seconds", "arrives"), [([True], 0, True), ([False, True], 9, True), ([False], 0, False)]
+)
+def test_numbers_on_their_way_are_waited_for_at_most_as_long_as_asked(looks, seconds, arrives):
+    late = Late(torch.ones(2))
+    assert late.has_arrived() and late.read() == [1.0, 1.0]
+    late._arrived = SimpleNamespace(query=iter(looks).__next__)
+    assert late.arrives_within(seconds) is arrives
