@@ -66,7 +66,7 @@ WRITTEN = (
 )
 OF_WORDS = ("gemma3", "olmo3", "smollm3", "granite", "phi3")
 """Cases of ``FAMILIES`` that have every word between them."""
-FOLDERS = ("gemma3", "granite", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "seed_oss", "smollm3")
+FOLDERS = ("gemma2", "gemma3", "granite", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "seed_oss", "smollm3")
 
 KEPT = (
     "test_a_moved_run_whose_source_is_gone_is_read",
@@ -151,7 +151,7 @@ ROOMS = {
             *("test_model", "test_context_order", "test_import"),
             *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "head_norms")),
             *(f"{test}[{case}]" for case in ("gemma3", "smollm3", "llama_linear") for test in (LOGITS, GRADIENTS)),
-            *(f"{LOGITS}[{case}]" for case in ("llama_yarn", "llama_yarn_by_scale", "phi3")),
+            *(f"{LOGITS}[{case}]" for case in ("gemma2", "llama_yarn", "llama_yarn_by_scale", "phi3")),
         ),
         "rope": (
             *("test_model", "test_from_hf", *WRITTEN),
@@ -173,7 +173,12 @@ ROOMS = {
     "kernels": {
         "attention": (
             *("test_attention_backends", "test_document_attention", "test_blocked_attention", "test_decode"),
-            *(f"{LOGITS}[mistral_window]", f"{LAYOUT}[gemma3 cp2+document]", f"{LAYOUT}[gemma3 fsdp2]"),
+            *(
+                f"{LOGITS}[mistral_window]",
+                f"{LOGITS}[gemma2]",
+                f"{LAYOUT}[gemma3 cp2+document]",
+                f"{LAYOUT}[gemma3 fsdp2]",
+            ),
         ),
         "cpu/heap": ("test_tidied", "test_kernels"),
         "cpu/inductor": (*COMPILED[:1], ONEDNN),

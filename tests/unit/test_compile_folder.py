@@ -22,8 +22,9 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 import crius.parallel.compile as compile_module
 from crius.config.training import CompileConfig
 from crius.errors import EnvironmentError
+from crius.host import COMPILE_SWITCHES
 from crius.parallel import kernel_cache
-from crius.parallel.compile import prepare_compile
+from crius.parallel.compile import CompileReport, prepare_compile
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "XDG_CACHE_HOME")
 
@@ -79,6 +80,25 @@ def test_ranks_share_the_cores_that_compile(cores, ranks, variable, threads, env
     environ.setattr(compile_module, "_num_cores", lambda: cores)
     prepare_compile(CompileConfig(enable=True), tmp_path, local_ranks=ranks)
     assert inductor_config.compile_threads == int(os.environ["TORCHINDUCTOR_COMPILE_THREADS"]) == threads
+
+
+@pytest.mark.parametrize(("given", "limit"), [(8, compile_module.RECOMPILE_LIMIT), (999, 999)])
+def test_torch_may_recompile_as_often_as_crius_or_the_user_says(given, limit, environ, tmp_path):
+    dynamo_config.recompile_limit = given
+    prepare_compile(CompileConfig(enable=True), tmp_path)
+    assert dynamo_config.recompile_limit == limit
+
+
+def test_time_in_which_two_compilations_run_counts_once():
+    report = CompileReport(CompileConfig(enable=True))
+    report._spans = [(5_000_000, 6_000_000), (1_000_000, 4_000_000), (2_000_000, 3_000_000), (3_500_000, 4_500_000)]
+    assert report.seconds == 4.5
+
+
+@pytest.mark.parametrize("name", COMPILE_SWITCHES)
+def test_each_switch_of_torch_is_named_as_the_reason(name, environ):
+    environ.setenv(name, "1")
+    assert name in CompileReport(CompileConfig(enable=True)).reason
 
 
 def test_a_folder_of_kernels_that_cannot_be_written_is_named(environ, tmp_path):
