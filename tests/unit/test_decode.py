@@ -221,3 +221,7 @@ def test_only_the_most_probable_token_is_left(cut):
 def test_the_ends_of_the_unit_interval_draw_a_token_that_is_possible(uniform):
     logits = torch.tensor([[-math.inf, 1.0, 0.0, -math.inf]])
     assert sample(logits, torch.tensor([uniform], dtype=torch.float64), temperature=1.0).item() in (1, 2)
+
+
+def test_the_least_temperature_takes_the_largest():
+    assert sample(torch.tensor([[4.0, 5.0, 4.0]]), torch.tensor([0.5]), temperature=1e-308).item() == 1

@@ -150,6 +150,10 @@ SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
         (OLMO3 | {"rope_parameters": {"full_attention": {}, "near": {}}}, "differ by kind of layer"),
         (OLMO3 | {"rope_parameters": YARN}, "do not say to which kind of layer they belong"),
         (
+            GEMMA3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": 1}},
+            "differ by kind of layer, which is not supported",
+        ),
+        (
             OLMO3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
             'rope_type "linear" of sliding_attention is not supported',
         ),
