@@ -56,11 +56,11 @@ QUIET = {
 }
 """Arguments that no result depends on, with what does."""
 PORTIONS = {
-    *("_BATCH", "_BATCH_CHARACTERS", "_BLOCK", "_CPU_TOKENS", "_GPU_TOKENS", "_LOGIT_BYTES", "_RANGE_BYTES", "_ROWS"),
+    *("_BATCH", "_BATCH_CHARACTERS", "_BLOCK", "_CPU_TOKENS", "_GPU_TOKENS", "_LOGIT_BYTES", "_RANGE_BYTES"),
     *("_READ_BYTES", "CHUNK_CHARACTERS", "CHUNK_CONVERSATIONS", "CHUNK_PIECES", "PIECE_BYTES"),
     *("_LARGE_BYTES", "_MOST_BYTES", "_TRIM_BYTES"),
 }
-"""Constants that say how much is read, computed or given back to the system at a time: any number has one result."""
+"""Constants that say how much is read, computed or given back to the system at a time: on which no result depends."""
 
 
 class Change(NamedTuple):
