@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from pretrained_samples import SIZES, save
 from crius.cli import main
 from crius.interop.weights import described, open_weights, settled
 from crius.models import registry
+from crius.models.words import parse_words, usual_words
 from crius.tools.convert import importing
 from crius.tools.convert.exporting import model_config
-from crius.tools.convert.gguf_file import _MODELS, _QUANTISED, _translated, open_gguf
+from crius.tools.convert.gguf_file import _MODELS, _QUANTISED, _settings, _translated, open_gguf
 
 gguf = pytest.importorskip("gguf")
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
@@ -159,6 +162,18 @@ def test_every_type_is_read_and_computes_as_transformers_reads_it(architecture, 
     tokens = torch.arange(24)[None] * 5 % 96
     want = theirs(tokens).logits
     assert (model(tokens) - want).abs().max() <= 2e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize(("width", "scalar"), [(5376, 168), (3840, 256)])
+def test_scores_of_gemma_3_27b_have_a_scale_of_their_own(width, scalar):
+    """config.json on the Hugging Face hub; a GGUF file says nothing of it."""
+    sizes = FIELDS | {"embedding_length": width, "attention.sliding_window": 1024}
+    fields = {f"gemma3.{key}": value for key, value in sizes.items()}
+    table = {"token_embd.weight": SimpleNamespace(shape=(width, 96), tensor_type=gguf.GGMLQuantizationType.F16)}
+    family = registry.families()["gemma3"]
+    settings = _settings(Path("model.gguf"), "gemma3", fields, table, family)
+    words = usual_words(family.config) | parse_words(settings.get("words", "{}"))
+    assert words["attention_scale"] == scalar**-0.5
 
 
 TOLD = {
