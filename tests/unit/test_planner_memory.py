@@ -65,9 +65,11 @@ CASES = {
         }.items()
     },
     "gemma3_tp2": (2, [*WORDS, "gemma3", f"{P}tensor_parallel_degree", "2"]),
+    "gemma3_pp2": (2, [*WORDS, "gemma3", PP, "2"]),
     "gemma3_pp2_cpu": (2, [*WORDS, "gemma3", PP, "2", *ON_CPU]),
     "gemma3_cp2_cpu": (2, [*WORDS, "gemma3", f"{P}context_parallel_degree", "2", *ON_CPU]),
     "olmo3_fsdp2": (2, [*WORDS, "olmo3", f"{P}data_parallel_shard_degree", "2"]),
+    "olmo3_pp2": (2, [*WORDS, "olmo3", PP, "2"]),
     "olmo3_tp2_cpu": (2, [*WORDS, "olmo3", f"{P}tensor_parallel_degree", "2", *ON_CPU]),
     "gemma2_cpu": (1, [*WORDS, "gemma2", *ON_CPU]),
     "fsdp4_in_twos": (4, [RESHARD, "2", "--model.num_layers", "4"]),
