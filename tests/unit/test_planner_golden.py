@@ -1,11 +1,15 @@
-"""Bytes and seconds of 160 plans, to six digits: a slip in any term of the closed forms shows."""
+"""Bytes and seconds of 160 plans, to six digits, and all lines of five: a slip in any term shows."""
 
+import contextlib
+import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from harness import GOLDEN
 
+from crius import cli
 from crius.config.layout import Layout
 from crius.models.adapted import Adapted
 from crius.models.registry import SPECS
@@ -17,6 +21,9 @@ from crius.tools.plan.workload import Workload
 
 PLANS = GOLDEN / "plans.txt"
 REASON, *ROWS = PLANS.read_text().splitlines()
+LINES = GOLDEN / "plan_lines.txt"
+COMMAND = "$ crius plan "
+WHY, *PRINTED = LINES.read_text().split(COMMAND)
 
 
 def plan_of(row):
@@ -43,6 +50,21 @@ def test_a_plan_has_its_golden_numbers(number):
     assert found["note"] == row["note"]
 
 
+def printed(words):
+    """What ``crius plan`` prints, without how long it took."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        cli.main(["plan", *words.split()])
+    return f"{words}\n" + re.sub(r"candidates in [\d.]+ s", "candidates in N s", out.getvalue())
+
+
+@pytest.mark.parametrize("number", range(len(PRINTED)))
+def test_a_plan_prints_its_golden_lines(number):
+    """A deliberate change writes them anew, as above."""
+    words, _ = PRINTED[number].split("\n", 1)
+    assert printed(words) == PRINTED[number]
+
+
 if __name__ == "__main__":
     rows = [json.loads(line) for line in ROWS]
     PLANS.write_text("\n".join([REASON, *(json.dumps(row | plan_of(row)) for row in rows)]) + "\n")
+    LINES.write_text(COMMAND.join([WHY, *(printed(text.split("\n", 1)[0]) for text in PRINTED)]))

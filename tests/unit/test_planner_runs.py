@@ -27,6 +27,7 @@ from crius.tools.plan.compare import (
     compare_run,
     measured_of,
     plan_run,
+    summed,
     validated_range,
 )
 from crius.tools.plan.hardware import KNOWN, hardware, known_gpu, of_machine, shared, user_file, write_hardware
@@ -213,10 +214,19 @@ def test_a_comparison_says_both_and_the_error():
     assert compared.as_dict()["memory_error"] == pytest.approx(-0.5)
     assert "(+25%)" in compared.line()
     assert "(-50%)" in compared.line()
+    assert compared.lines()[1:] == [
+        f"planned memory: {summed(plan.memory.parts, GIB)} GiB ({plan.memory.note})",
+        f"planned step: {1e3 * plan.time.total:,.1f} ms = {summed(plan.time.parts, 1e-3, 1)}",
+    ]
     unknown = Comparison(plan=planned(hardware=None), measured=measured)
     assert unknown.speed_error is None
     assert unknown.memory_error is None
     assert "crius plan --calibrate" in unknown.line()
+
+
+def test_parts_of_a_sum_are_named_from_the_largest_down_and_not_below_a_hundredth():
+    assert summed({"some": 1.0, "most": 98.5, "least": 0.5}, 2.0) == "most 49.25 + some 0.50"
+    assert summed({"none": 0.0}, 1.0) == ""
 
 
 def test_a_cpu_that_computes_in_bfloat16_has_no_planned_speed():
@@ -284,7 +294,7 @@ def test_steps_much_slower_than_planned_are_told_once_with_what_is_to_blame(tmp_
     watch(tmp_path, 2.0, data=0.8)
     assert len(caplog.records) == 1
     assert "2.0 times" in caplog.text
-    assert "waiting for data" in caplog.text
+    assert f"waiting for data {800 * planned().time.total:,.1f} ms" in caplog.text
     assert json.loads((tmp_path / "plan.json").read_text())["hardware"] == "here"
 
 
@@ -293,17 +303,40 @@ def spent(plan, **values):
     return Load(**{"steps": 10, "step_seconds": time, "wall_seconds": time, "cpu_seconds": 2 * time, **values})
 
 
+def reasons(plan, load_average=1.0, num_cores=2, **values):
+    return blame(plan, spent(plan, **values), load_average, num_cores).partition(" steps: ")[2]
+
+
 def test_blame_goes_to_what_was_measured_and_else_to_the_links_or_the_device():
     plan = planned()
     half = plan.time.total * 5
-    assert "compiling again" in blame(plan, spent(plan, compile_seconds=half), 1.0, 2)
-    assert "sharing the CPU" in blame(plan, spent(plan, cpu_seconds=half), 9.0, 2)
-    assert "load 9.0 on 2 cores" in blame(plan, spent(plan), 9.0, 2)
-    assert "checkpoint" in blame(plan, spent(plan, save_seconds=half), 1.0, 2)
-    assert "slower than at its calibration" in blame(plan, spent(plan), 1.0, 2)
+    milliseconds = 1e3 * plan.time.total
+    assert reasons(plan, compile_seconds=half).startswith(f"compiling again {milliseconds / 2:,.1f} ms (")
+    assert reasons(plan, data_seconds=half) == f"waiting for data {milliseconds / 2:,.1f} ms (--data.prefetch)"
+    assert "a checkpoint was written during the steps" in reasons(plan, save_seconds=half)
+    assert "slower than at its calibration" in reasons(plan, save_seconds=half / 6, data_seconds=half / 6)
+    assert "slower than at its calibration" in reasons(plan)
     on_gpus = planned([*BIG, "--training.local_batch_size", "1"], GPUS, KNOWN["h100-80g"])
-    assert "look at the links (fsdp" in blame(on_gpus, spent(on_gpus), 99.0, 2)
-    assert "allocator restarted" in blame(on_gpus, spent(on_gpus, retries=3), 1.0, 2)
+    share = sum(seconds for name, seconds in on_gpus.time.parts.items() if "comm" in name) / on_gpus.time.total
+    assert f"look at the links (fsdp is {share:.0%} of the plan)" in reasons(on_gpus, 99.0)
+    assert "3 times the GPU's memory was full and its allocator restarted" in reasons(on_gpus, retries=3)
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "num_cores", "busy", "seconds", "want"),
+    [  # CPU seconds of a step, which takes 2 seconds and was planned to take 1, and seconds that are blamed
+        (2, 2.3, 2, 1.0, 1.5, "sharing the CPU {:,.1f} ms (load 2.3 on 2 cores; this run uses 2)"),
+        (2, 9.0, 2, 5.0, 0.1, "sharing the CPU {:,.1f} ms (load 9.0 on 2 cores; this run uses 2)"),
+        (2, 4.3, 4, 1.0, 0.0, "neither data, compiling nor other programs took it"),
+        (4, 4.3, 2, 1.0, 1.0, "sharing the cores among its ranks {:,.1f} ms (4 threads on 2 cores)"),
+        (4, 4.3, 4, 1.0, 0.0, "neither data, compiling nor other programs took it"),
+    ],
+)
+def test_blame_goes_to_the_cores_if_others_use_them_or_they_are_too_few(threads, load, num_cores, busy, seconds, want):
+    plan = planned(machine=replace(HERE, threads=threads))
+    time = plan.time.total
+    found = reasons(plan, load, num_cores, cpu_seconds=busy * time * 10)
+    assert found.startswith(want.format(1e3 * seconds * time))
 
 
 # ---- out of memory
