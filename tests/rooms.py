@@ -46,6 +46,10 @@ DRAWS = (
     "test_name_seed_and_block_each_give_other_numbers",
     "test_draws_are_a_clamped_standard_normal",
 )
+UNITS = (
+    "tests/unit/test_model.py::test_plan_covers_each_parameter_once",
+    "tests/unit/test_model.py::test_experts_are_cut_inside_of_each_if_there_are_fewer_than_shards",
+)
 NOT_GATHERED = "test_a_frozen_layer_is_not_gathered_for_a_backward_with_its_experts_in_a_unit_of_their_own"
 COMPILED = (
     "tests/distributed/test_compile.py::test_all_blocks_share_one_graph",
@@ -66,6 +70,7 @@ WRITTEN = (
 )
 OF_WORDS = ("gemma3", "olmo3", "smollm3", "granite", "phi3")
 """Cases of ``FAMILIES`` that have every word between them."""
+SIZES = "tests/unit/test_model.py::test_a_debug_flavor_keeps_its_sizes_scale_and_window"
 FOLDERS = ("gemma2", "gemma3", "granite", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "seed_oss", "smollm3")
 
 KEPT = (
@@ -164,7 +169,7 @@ ROOMS = {
             *(f"{LOGITS}[{case}]" for case in OF_WORDS),
         ),
         "moe": ("test_moe", "test_model", "test_decode", f"{ORACLE}[experts]", f"{ORACLE}[sigmoid_experts]"),
-        **{name: (f"{LOGITS}[{name}]", BUILT, *WRITTEN) for name in FOLDERS},
+        **{name: (SIZES, f"{LOGITS}[{name}]", BUILT, *WRITTEN) for name in FOLDERS},
         "": (
             *("test_moe", "test_model", "test_decode", BUILT, *WRITTEN),
             *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "experts", "sigmoid_experts")),
@@ -206,7 +211,7 @@ ROOMS = {
         "compile": ("test_compile_folder", "test_activation_checkpoint", *COMPILED),
         "kernel_cache": ("test_compile_folder",),
         "reproducible": (
-            *("test_rules_reproducible", "test_exact_sums"),
+            *("test_rules_reproducible", "test_exact_sums", "test_many_ranks"),
             *(f"{REPRODUCIBLE}[{layout}]" for layout in ("fsdp2", "ddp2")),
         ),
         "lora": (*LORA, f"{LAYOUT}[llama3 fsdp2_tp2+lora]"),
@@ -215,8 +220,12 @@ ROOMS = {
             *(f"tests/distributed/test_init.py::{name}" for name in DRAWS),
         ),
         "gradients": (
-            *("test_stability", "test_squared_norm", f"{LAYOUT}[llama3 fsdp2]"),
+            *("test_stability", "test_squared_norm", "test_many_ranks", f"{LAYOUT}[llama3 fsdp2]"),
             f"{LAYOUT}[llama3 hsdp2x2_accum4+deferred]",
+        ),
+        "tensor": (
+            *("test_many_ranks", "test_async_tensor", f"{LAYOUT}[olmo3 tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+            *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2_tp2", "tp2+float8_rowwise")),
         ),
         "mesh": (
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("cp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
@@ -228,6 +237,7 @@ ROOMS = {
         ),
         "interface": ("test_cards", LOOPBACK),
         "fsdp": (
+            *UNITS,
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2", "hsdp2x2_accum4+deferred", "fsdp2_accum2+never")),
             *(f"{LAYOUT}[llama3 fsdp2+offload]", f"{LAYOUT}[llama3 ddp2+lora]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
             f"tests/distributed/test_experts.py::{NOT_GATHERED}",

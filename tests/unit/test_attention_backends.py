@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from crius.kernels import attention
 from crius.kernels.attention import _compiled, causal_attention, document_mask, masked_attention
 from crius.kernels.choice import Choice, applied
 
@@ -51,6 +53,24 @@ def test_the_chosen_backend_runs(chosen, is_flash):
     with applied(chosen), Operators() as seen:
         causal_attention(*qkv(32))
     assert any("flash_attention" in name for name in seen.names) == is_flash
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "device", "heads"),
+    [
+        (Choice(), torch.float32, "cuda", 4),
+        (Choice(), torch.bfloat16, "cuda", 2),
+        (MATH, torch.float32, "cuda", 2),
+        (Choice(), torch.float32, "cpu", 2),
+        (Choice(attention=("efficient",)), torch.bfloat16, "cuda", 4),
+    ],
+)
+def test_keys_are_repeated_where_the_only_kernel_takes_no_shared_heads(chosen, dtype, device, heads, monkeypatch):
+    given = []
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda q, *kv, **_: given.extend(kv))
+    with FakeTensorMode(), applied(chosen):
+        causal_attention(*(torch.empty(2, n, 8, 16, dtype=dtype, device=device) for n in (4, 2, 2)))
+    assert [x.shape[1] for x in given] == [heads, heads]
 
 
 @pytest.mark.parametrize("chosen", [Choice(), MATH, Choice(attention=("cudnn", "flash", "efficient", "math"))])

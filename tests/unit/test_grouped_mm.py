@@ -146,6 +146,14 @@ def test_a_group_reads_no_row_of_another(dtype):
     assert torch.equal(grad_weight[::2], clean[2][::2])
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_tiles_of_a_group_are_its_own_rows():
+    x, weight, _, _ = inputs((300,))
+    y = torch.full((300, 12), torch.nan)
+    grouped_mm._multiply_tiles(x.detach(), weight[0].detach(), slice(5, 140), y)
+    assert y[5:140].isfinite().all() and y[:5].isnan().all() and y[140:].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_shapes_are_known_without_contents(dtype):
     given = inputs((3, 0, 5, 1), dtype)

@@ -17,6 +17,8 @@ from crius.errors import CorruptionError
 from crius.models.layers import CausalAttention
 from crius.optim import muon
 from crius.parallel import context, tensor
+from crius.parallel.gradients import Gradients
+from crius.parallel.reproducible import ReproducibleGradients
 from crius.parallel.runtime import World
 from crius.shards import Place
 from crius.train import sdc
@@ -146,6 +148,19 @@ def test_tokens_that_several_ranks_score_count_once(axes):
         assert (found.step, found.val_samples, found.val_loss) == (9, 3, 1.0)
         assert found.val_perplexity == math.e
         assert found.val_bits_per_byte == pytest.approx(6 / math.log(2) / 12)
+
+
+@pytest.mark.parametrize("kind", [Gradients, ReproducibleGradients])
+@pytest.mark.parametrize("axes", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}])
+def test_totals_of_a_step_have_each_microbatch_of_each_sequence_once(axes, kind):
+    layout = Layout(**axes)
+
+    def work(world):
+        losses = torch.tensor([1.0, 2.0], dtype=torch.float64) * (1 + world.rank // layout.tp)
+        return kind.totals(None, losses, torch.tensor([world.rank, 1.0], dtype=torch.float64), world, layout)
+
+    loss = 3 * (1 + 2) if layout.tp > 1 else 3 * (1 + 2 + 3 + 4)
+    assert [found.tolist() for found in on_ranks(4, work)] == [[loss, 6 + 4]] * 4
 
 
 SPLITS = {  # shapes and offsets of the parts of a matrix of 5 rows of 4 on three ranks

@@ -1,6 +1,7 @@
 """Llama 3 as a model: its sizes, what a token may see, and that plan, init rules and FLOPs fit it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from crius.models.layers import DocumentMask, Linear, rotary_frequencies
 from crius.models.plan import match
 from crius.models.rope import Llama3Scaling, Rope
 from crius.parallel.allocate import allocate
-from crius.parallel.fsdp import plan_units
+from crius.parallel.fsdp import _placement, plan_units
 from crius.parallel.init import init_parameters, init_rules
 from crius.tools.plan.shapes import NOT_TRAINABLE_YET
 
@@ -58,6 +59,19 @@ OURS = {
     ("qwen3", "debug"): (2_099_840, 2_099_840),
     ("qwen3_moe", "debug"): (2_889_088, 1_119_616),
     ("mixtral", "debug"): (1_510_528, 920_704),
+}
+# of the same: parameters, scale of the scores, window of the first layer
+SMALLEST = {
+    "gemma2": (1_050_752, 32**-0.5, 24),
+    "gemma3": (1_543_680, 32**-0.5, 24),
+    "granite": (853_120, 1 / 128, 0),
+    "mistral": (918_656, None, 0),
+    "olmo2": (919_424, None, 0),
+    "olmo3": (919_424, None, 24),
+    "phi3": (918_656, None, 0),
+    "qwen2": (919_680, None, 0),
+    "seed_oss": (1_117_312, None, 0),
+    "smollm3": (853_120, None, 0),
 }
 # of models that are planned only: all, and those that compute one token (transformers' classes on the meta device)
 PLANNED = {
@@ -114,6 +128,14 @@ def test_flavors_of_tests_and_benchmarks_keep_their_sizes(name, flavor):
     assert facts.config.rope_theta == (1e4 if flavor == "6m" else BASES[name][0])
     assert facts.attention.qk_norm == ("head" if name.startswith("qwen3") else "none")
     assert registry.families()[name].splits_rows == (facts.num_experts > 0)
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_debug_flavor_keeps_its_sizes_scale_and_window(name):
+    facts = registry.SPECS[name].describe("debug")
+    config = facts.config
+    assert (facts.num_parameters, config.attention_scale, config.pattern[0].window) == SMALLEST[name]
+    assert (config.num_heads, config.num_kv_heads) == (8, 4)
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -268,10 +290,20 @@ def test_document_mask_is_the_table_of_who_sees_whom():
 def test_plan_covers_each_parameter_once(tied):
     facts = llama(tied_embeddings=tied)
     model = meta_model(facts)
-    units = [unit.modules for unit in plan_units(facts.plan, model, ParallelismConfig())]
+    units = plan_units(facts.plan, model, ParallelismConfig())
     assert len(units) == facts.num_layers + (1 if tied else 2)
     for name, _ in model.named_parameters():
-        assert sum(name.startswith(f"{module}.") for unit in units for module in unit) == 1, name
+        assert sum(name.startswith(f"{module}.") for unit in units for module in unit.modules) == 1, name
+    assert [unit.modules for unit in units if not unit.reshard_after_forward] == [units[0 if tied else -1].modules]
+    assert "output" in units[0 if tied else -1].modules, "its backward comes first"
+
+
+@pytest.mark.parametrize(("shards", "dim"), [(4, 0), (8, 0), (16, 1)])
+def test_experts_are_cut_inside_of_each_if_there_are_fewer_than_shards(shards, dim):
+    experts = nn.Parameter(torch.empty(8, 16, 4, device="meta"))
+    mesh = SimpleNamespace(experts=None, shards=SimpleNamespace(size=(2, shards).__getitem__))
+    place = _placement({experts}, mesh)
+    assert place(experts).dim == dim and place(nn.Parameter(torch.empty(8))) is None
 
 
 @pytest.mark.parametrize(
