@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.models.decode import generate
 from crius.tools.evaluate import run
 from crius.tools.evaluate.encode import Encoder, Row
-from crius.tools.evaluate.metrics import Score, figures
+from crius.tools.evaluate.metrics import Figure, Score, figures
 from crius.tools.evaluate.record import Key, Record
 from crius.tools.evaluate.run import open_model
 from crius.tools.evaluate.score import saves, score
@@ -240,10 +241,30 @@ def test_a_text_is_greedy_if_all_of_its_windows_are_and_has_their_sums(evaluate,
     (tmp_path / "text.txt").write_text("Some text of several windows. " * 9)
     answers = itertools.cycle([Score(-1.0, True, 2), Score(-2.0, False, 3)])
     monkeypatch.setattr(run, "score", lambda model, groups: [[next(answers) for _ in rows] for rows in groups])
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=float, perf_counter=iter((10.0, 12.5)).__next__))
     record = tmp_path / "record.jsonl"
-    assert evaluate("--tasks", tmp_path / "text.txt", "--max_length", 64, "--out", record)[0] == 0
+    code, out, _ = evaluate("--tasks", tmp_path / "text.txt", "--max_length", 64, "--out", record, "--json")
+    assert code == 0 and json.loads(out)["seconds"] == 2.5
     _, row = map(json.loads, record.read_text().splitlines())
     assert (row["log_prob"], row["is_greedy"], row["tokens"]) == (-7.0, False, 12)  # of five windows
+
+
+def test_results_are_a_table_with_intervals_and_speed_where_they_are_known():
+    facts = {"dtype": "float32", "device": "cpu", "max_length": 2048}
+    known = {"accuracy": Figure(0.5, 0.25, 0.75), "bits_per_byte": Figure(1.25, 1.25, 1.25)}
+    results = [run.Result("quiz", 3, 1234, known), run.Result("text", 1, 1, {"bits_per_byte": Figure(2, 1, 3)})]
+    head, *table, speed = run.Evaluation("here", facts, results, requests=5, tokens=1000, seconds=0.5).lines()
+    assert head == "here: float32 on cpu, at most 2,048 tokens at once"
+    assert [line.split() for line in table] == [
+        ["task", "documents", "metric", "value", "95", "%", "interval"],
+        ["quiz", "3", "of", "1,234", "accuracy", "0.5000", "0.250", "to", "0.750"],
+        ["bits_per_byte", "1.2500"],
+        ["text", "1", "of", "1", "bits_per_byte", "2.0000", "1.000", "to", "3.000"],
+    ]
+    assert speed == "(5 texts, 1,000 tokens read in 0.5 s, 2,000 tokens/s)"
+    all_known = run.Evaluation("here", facts, results, requests=5, tokens=0, seconds=0.0).lines()
+    assert all_known[-1] == "(5 texts, 0 tokens read in 0.0 s)"
+    assert len(run.Evaluation("here", facts, [], requests=0, tokens=0, seconds=0.0).lines()) == 2
 
 
 def test_generate_and_evaluate_give_a_token_one_log_probability(source):

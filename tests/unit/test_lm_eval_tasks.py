@@ -163,6 +163,28 @@ def test_answers_are_those_of_generate_for_each_prompt_alone(package, opened):
         assert text == want.text
 
 
+SAMPLED = {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "max_gen_toks": 62, "until": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "want", "kept"),
+    [
+        ({}, Generation(max_new_tokens=256, temperature=0.0, top_k=0, top_p=1.0), "c"),
+        ({"do_sample": True}, Generation(max_new_tokens=256, temperature=1.0, top_k=0, top_p=1.0), "c"),
+        (SAMPLED, Generation(max_new_tokens=62, temperature=0.5, top_k=3, top_p=0.9, stop=("a", "b")), "bc"),
+    ],
+)
+def test_a_request_is_answered_with_its_settings_and_has_room_for_the_answer(
+    asked, want, kept, package, opened, monkeypatch
+):
+    def told(source, prompts, settings, *, first):
+        assert (settings, [prompt.text for prompt in prompts], first) == (want, [kept], 0)
+        return [SimpleNamespace(text="yes")]
+
+    monkeypatch.setattr(lm_eval_tasks, "answer", told)
+    assert model(package, opened).generate_until([SimpleNamespace(args=("abc", asked))]) == ["yes"]
+
+
 @pytest.mark.parametrize(("tokens", "kept"), [(6, "abcdef"), (5, "bcdef")])
 def test_a_prompt_that_is_too_long_keeps_its_end(tokens, kept, opened):
     assert lm_eval_tasks._end_of("abcdef", opened[1], tokens) == kept
