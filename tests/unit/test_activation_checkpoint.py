@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import sigmoid_moe
@@ -19,6 +20,7 @@ from crius.models import registry
 from crius.models.llama3 import Llama3Config
 from crius.models.plan import ShardingPlan, decoder_plan
 from crius.models.spec import BLOCK, described
+from crius.parallel import activation_checkpoint
 from crius.parallel.activation_checkpoint import CATEGORIES, apply_activation_checkpoint, resolve_save_ops
 from crius.parallel.init import init_parameters, init_rules
 
@@ -203,6 +205,22 @@ def test_the_number_of_blocks_is_reported(config, count):
     done = build(config)[1]
     assert (done.count, done.total) == (count, 4)
     assert done.description
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_split"), [([], False), (["cuda"], False), (["cpu"], True), (["cuda", "cpu"], True)]
+)
+def test_a_block_is_split_on_a_cpu_if_one_of_its_weights_is(devices, is_split, monkeypatch):
+    class Split(nn.Parameter):
+        pass
+
+    monkeypatch.setattr(activation_checkpoint, "DTensor", Split)
+    block = nn.Linear(2, 2)
+    for name, device in zip(("weight", "bias"), devices, strict=False):
+        split = Split(torch.zeros(2))
+        split.device_mesh = SimpleNamespace(device_type=device)
+        setattr(block, name, split)
+    assert activation_checkpoint._is_split_on_cpu(block) == is_split
 
 
 def test_every_second_block_is_the_second_and_the_fourth():

@@ -3,12 +3,13 @@
 import os
 import time
 from itertools import groupby
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from crius.config.data import DataConfig, TokenizerConfig
-from crius.data.chat import renderer
+from crius.data.chat import render, renderer
 from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
 from crius.data.chat.template import read_template, special_tokens
@@ -366,6 +367,19 @@ def test_a_template_that_fails_names_the_row_and_what_it_said(what, encode, monk
     with pytest.raises(DataError, match="cannot render the conversation") as caught:
         encode(template, CHAT, CHAT, [("user", "slow"), ("user", "b"), ("assistant", "c")], CHAT)
     assert caught.value.where == "row 3" and words in caught.value.why and time.monotonic() - began < 40
+
+
+def test_a_header_that_differs_from_that_of_a_prompt_has_a_largest_length(monkeypatch):
+    monkeypatch.setattr(render, "_HEADER", 9)
+
+    def span(header):
+        template = SimpleNamespace(opening="", special=[], text=lambda *_, prompt: f"one{header}")
+        text = f"another{header}answer"
+        return render.Template._turn(template, text, [{}], None, 1, (7, len(text)))
+
+    assert span("no words\n") == (1, 16, 22)
+    with pytest.raises(render.Refused, match="the start of the answer cannot be found"):
+        span("assistant\n")
 
 
 def test_what_is_no_template_is_refused(encode):

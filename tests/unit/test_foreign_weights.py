@@ -210,7 +210,8 @@ BITS = {
 
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize("index", [0, 70_000])
-def test_infinity_and_nan_are_found_by_their_bits_and_the_largest_numbers_are_not(dtype, index):
+def test_infinity_and_nan_are_found_by_their_bits_and_the_largest_numbers_are_not(dtype, index, monkeypatch):
+    monkeypatch.setattr(numbers, "BLOCK_BYTES", 1 << 14)
     kind, *bad, largest = BITS[dtype]
     data = np.zeros(70_001, kind)
     data[3] = largest
@@ -443,6 +444,21 @@ def test_settings_that_change_nothing_are_taken():
     default = {"peft_type": "LORA", "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}}
     assert list(peft.differences(default)) == []
     assert len(list(peft.differences({"rank_pattern": {"q_proj": 9}}))) == 2, "no type, and not the default rank"
+
+
+@pytest.mark.parametrize(
+    ("content", "is_listed"),
+    [
+        ({}, True),
+        ({"layers_to_transform": [], "exclude_modules": None}, True),
+        ({"layers_to_transform": [0]}, False),
+        ({"exclude_modules": ["wk"]}, False),
+        ({"target_modules": ".*wq"}, False),
+        ({"target_modules": ["q"]}, False),
+    ],
+)
+def test_a_module_is_listed_if_its_name_is_in_all_layers(content, is_listed):
+    assert peft._is_listed("layers.1.attention.wq", {"target_modules": ["wk", "wq"], **content}) == is_listed
 
 
 def test_all_that_is_not_supported_is_named_together(model, tmp_path, capsys):

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, digest_of
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS
 from crius.errors import CheckpointError
+from crius.interop import safetensors_file
 from crius.interop.foreign import check_key, check_shape, check_tiles, overlapping
 from crius.interop.safetensors_file import INDEX, MAX_HEADER, SafetensorsFile, read_safetensors
 from crius.tools.convert.convert import convert
@@ -295,6 +296,21 @@ def test_torch_itself_gives_up_gibibytes_for_such_an_archive():
 def test_a_header_may_end_where_the_file_ends(tmp_path):
     (tmp_path / "f").write_bytes(struct.pack("<Q", 2) + b"{}")
     assert SafetensorsFile(tmp_path, "f").tensors == {}
+
+
+@pytest.mark.parametrize("size", [20, 21])
+def test_headers_and_indices_have_a_largest_size(size, tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_file, "MAX_HEADER", 20)
+    (tmp_path / "f").write_bytes(struct.pack("<Q", size) + b"{}".ljust(size))
+    (tmp_path / INDEX).write_text('{"weight_map":{}'.ljust(size - 1) + "}")
+    if size == 20:
+        assert SafetensorsFile(tmp_path, "f").tensors == {}
+        assert safetensors_file._index(tmp_path) == {}
+        return
+    with pytest.raises(CheckpointError, match="its header has 21 bytes; the file has 29, 20 is most"):
+        SafetensorsFile(tmp_path, "f")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        safetensors_file._index(tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3,), (5, 2), (0, 3)])
