@@ -119,6 +119,16 @@ LONG_PARSES = (
     f"--deselect={CONFIG}::test_no_released_flag_disappears",
     f"--deselect={CONFIG}::test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml",
 )
+PRINTED = "tests/unit/test_planner_golden.py::test_a_plan_prints_its_golden_lines"
+LONG_PLANS = (
+    "--deselect=tests/unit/test_planner_memory.py::"
+    "test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_the_dry_run",
+    "--deselect=tests/unit/test_planner_cli.py::test_512_gpus_take_seconds_and_no_torch",
+    "--deselect=tests/unit/test_planner_cli.py::test_models_with_experts_are_planned_by_name_and_flavor_or_in_one_word",
+    "--deselect=tests/unit/test_planner_cli.py::"
+    "test_offloading_is_proposed_where_a_host_may_hold_it_and_nobody_refused",
+)
+"""Tests of many CPU seconds, whose numbers the golden plans have too."""
 ROOMS = {
     "config": {
         "rules_lora": (*LORA, "test_rules_quantize"),
@@ -301,6 +311,7 @@ ROOMS = {
     "interop": {
         "adapters": ("test_foreign_weights",),
         "peft": ("test_foreign_weights",),
+        "numbers": ("test_foreign_weights",),
         "kept": KEPT_TOKENIZER,
         "casting": ("test_export",),
         "context": ("test_export",),
@@ -369,18 +380,20 @@ ROOMS = {
         ),
     },
     "tools/plan": {
-        "search": ("test_planner_auto", "test_planner_search"),
-        "variants": ("test_planner_auto", "test_planner_search"),
-        "legal": ("test_planner_auto", "test_planner_search"),
-        "render": ("test_planner_output",),
-        "remedies": ("test_planner_output",),
+        "search": (PRINTED, "test_planner_auto", "test_planner_search"),
+        "variants": (PRINTED, "test_planner_auto", "test_planner_search"),
+        "legal": (PRINTED, "test_planner_auto", "test_planner_search"),
+        "render": (PRINTED, "test_planner_output"),
+        "remedies": (PRINTED, "test_planner_output", "test_planner_runs"),
         "validate": ("test_planner_validate",),
         "fit": ("test_planner_validate",),
-        "explain": ("test_planner_search", "test_planner_output"),
-        "plan": ("test_planner_auto", "test_planner_cli"),
+        "explain": (PRINTED, "test_planner_search", "test_planner_output"),
+        "plan": (PRINTED, "test_planner_auto", "test_planner_cli", *LONG_PLANS),
+        "watch": ("test_planner_runs",),
+        "out_of_memory": ("test_planner_runs",),
         "": (
             *("test_planner_golden", "test_planner_memory", "test_planner_time", "test_planner_auto"),
-            *("test_planner_runs", "test_planner_cli", "test_planner_validate"),
+            *("test_planner_runs", "test_planner_cli", "test_planner_validate", *LONG_PLANS),
         ),
     },
     "tools/evaluate": {"": ("test_evaluate", "test_lm_eval_tasks")},
