@@ -1,6 +1,8 @@
 """Checkpoints behind fsspec URLs: whatever operation fails, what was committed is there, and no secret is shown."""
 
 import contextlib
+import os
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -145,6 +147,23 @@ def test_an_operation_on_a_url_is_tried_four_times(failures, memory, monkeypatch
         assert found == []
     else:
         assert "cannot be listed: ConnectionResetError: peer went away" in found[0]
+
+
+def test_a_file_behind_a_url_is_read_in_ranges(monkeypatch):
+    monkeypatch.setattr(remote_disk, "_RANGE_BYTES", 4)
+    data = bytes(range(10))
+    disk = SimpleNamespace(size=lambda path: len(data), read=lambda path, begin, end: data[begin:end])
+    reader = remote_disk._Reader(disk, "f")
+
+    def take(size):
+        buffer = bytearray(size)
+        return bytes(buffer[: reader.readinto(buffer)])
+
+    assert [take(size) for size in (3, 9, 9, 9)] == [data[:3], data[3:7], data[7:], b""]
+    assert (reader.seek(-2, os.SEEK_END), take(1)) == (8, data[8:9])
+    assert (reader.seek(-99), take(1)) == (0, data[:1])
+    assert (reader.seek(3, os.SEEK_CUR), take(1)) == (4, data[4:5])
+    assert (reader.seek(12), take(1)) == (12, b"")
 
 
 def test_what_cannot_pass_is_not_tried_again(memory, monkeypatch):
