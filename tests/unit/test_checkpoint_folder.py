@@ -6,7 +6,7 @@ import random
 import pytest
 from checkpoint_samples import local, save, seed_of, write
 
-from crius.checkpoint.folder import CheckpointFolder, expendable
+from crius.checkpoint.folder import CheckpointFolder, _outside, _Span, expendable
 from crius.checkpoint.names import step_name
 
 DAMAGED = 0.1
@@ -43,6 +43,19 @@ def test_two_good_checkpoints_stay_in_ten_thousand_random_histories():
 )
 def test_what_is_not_to_be_kept_goes(keep_last, keep_every, gone):
     assert expendable([30, 10, 20, 60, 50, 40], keep_last, keep_every) == gone
+
+
+@pytest.mark.parametrize(
+    ("spans", "word"),
+    [
+        ([(8, 16), (16, 24)], "header"),
+        ([(8, 16), (20, 24)], "gaps"),
+        ([(8, 16), (16, 20)], "gaps"),
+        ([], ""),
+    ],
+)
+def test_damage_outside_of_tensors_is_in_a_gap_if_there_is_one(spans, word):
+    assert _outside([_Span(*span, "w", "digest") for span in spans], 24) == word
 
 
 def test_damaged_checkpoints_do_not_count_and_do_not_go(tmp_path):

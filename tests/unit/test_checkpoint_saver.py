@@ -17,7 +17,7 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.load import check_tensors, find, load_tensors
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.save import Place, Saver
-from crius.checkpoint.tensors import StagedPlanner, host_bytes
+from crius.checkpoint.tensors import StagedPlanner
 from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError
 from crius.train.saving import NEWEST, check_newest, remember
@@ -416,7 +416,6 @@ def test_what_is_written_of_a_parameter_has_no_gradient_and_a_rank_may_have_noth
     plan, _ = planner.agree({"model.w": torch.nn.Parameter(torch.ones(2))}, 0, alone)
     [item] = plan.items
     assert not planner.lookup_object(item.index).requires_grad
-    assert host_bytes(torch.nn.Parameter(torch.ones(2))) == host_bytes(torch.ones(2))
     planner.stage()
     assert planner.has_copies and not planner.lookup_object(item.index).requires_grad
     planner.agree({}, 0, alone)

@@ -15,7 +15,7 @@ from crius.checkpoint.load import load_tensors
 from crius.cli import main
 from crius.errors import CheckpointError, ConfigError, CriusError
 from crius.interop import numbers, peft
-from crius.interop.foreign import Foreign
+from crius.interop.foreign import Foreign, check_tiles
 from crius.interop.safetensors_file import ADAPTER_FILE, INDEX, WHOLE, said
 from crius.interop.weights import open_weights
 from crius.kernels import choice
@@ -349,6 +349,8 @@ def sums_of(base, adapter, scale):
 
 def assert_are(place, want):
     found = open_weights(str(place)).tensors
+    for name, tensor in found.items():
+        check_tiles([(piece.offset, piece.shape) for piece in tensor.pieces], tensor.shape, name)
     for ours, theirs in (
         ("attention.wq", "self_attn.q_proj"),
         ("attention.wv", "self_attn.v_proj"),
@@ -376,6 +378,13 @@ def test_an_adapter_of_peft_is_its_base_with_the_adapter_wherever_a_model_is_tak
         == open_weights(str(adapter)).adapters.tensors["layers.1.attention.wv.lora_B"].read()
     )
     assert open_weights(str(tmp_path / "merged")).adapters is None
+
+
+def test_the_tokenizer_of_an_adapter_is_its_own_or_that_of_its_base(adapter, model):
+    save_tokenizer(model)
+    assert open_weights(str(adapter)).tokenizer == open_weights(str(model)).tokenizer != ""
+    save_tokenizer(adapter)
+    assert open_weights(str(adapter)).tokenizer == str(adapter)
 
 
 def test_an_adapter_on_a_model_without_hugging_face_names_is_refused(model, tmp_path, monkeypatch):
