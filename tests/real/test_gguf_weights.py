@@ -25,8 +25,8 @@ PROMPT = "The capital of France is"
 NEW = 32
 LAYOUTS = ("1", "fsdp2", "tp2", "pp2")
 STEPS = 20
-SAME = 2e-6
-"""Of a loss, as in ``test_smollm2_layouts.py``."""
+SAME = {"qwen2": 2e-6, "gemma3": 2e-5}
+"""Of a loss. Gemma on one device is 1.2e-5 from itself in step 19, once its products change by 1e-7 of their size."""
 FLAGS = [
     *("--training.seq_len", "32", "--training.global_batch_size", "4", "--training.mixed_precision_param", "float32"),
     *("--training.steps", str(STEPS), "--optimizer.lr", "1e-5", "--lr_scheduler.warmup_steps", "1"),
@@ -65,7 +65,7 @@ def test_every_layout_has_one_curve(place, tmp_path, capsys):
         print(f"\n{name}: {json.dumps(curves)}")
     assert len(curves["1"]) == STEPS
     for layout in LAYOUTS:
-        assert curves[layout] == pytest.approx(curves["1"], rel=SAME, abs=0), layout
+        assert curves[layout] == pytest.approx(curves["1"], rel=SAME[name], abs=0), layout
 
 
 def test_tensors_and_ids_are_those_of_transformers(place, theirs):
