@@ -11,6 +11,10 @@ LOOPBACK = "tests/distributed/test_loopback.py::test_nothing_listens_off_the_loo
 SDC = "tests/distributed/test_sdc.py::test_a_gradient_that_differs_the_second_time_names_its_rank_and_unit"
 FLIPPED = "tests/distributed/test_sdc.py::test_a_flipped_weight_names_the_odd_one_of_three_replicas"
 FAULTS = "tests/distributed/test_checkpoint_faults.py"
+SIGNALLED = (
+    "tests/distributed/test_keep_the_model.py::test_a_signal_ends_it_and_the_summary_says_where"
+    "[1-False-143-lost: checkpoint.enable]"
+)
 FAILED_SAVE = "test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run"
 FAILED_SAVES = "test_a_disk_that_goes_on_failing_ends_the_run_with_the_last_good_checkpoint_named"
 STOPPED = "test_a_signal_saves_on_all_ranks_and_ends_with_75"
@@ -349,7 +353,7 @@ ROOMS = {
         ),
         "loop": (
             *("test_saving", "test_tidied", f"{FAULTS}::{FAILED_SAVE}[async-erofs]", f"{FAULTS}::{STOPPED}"),
-            *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
+            *(*(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")), SIGNALLED),
         ),
         "reports": (
             *(f"tests/unit/test_hot_loop.py::{name}" for name in REPORTED),

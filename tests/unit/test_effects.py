@@ -141,6 +141,8 @@ def test_a_filter_that_leaves_nothing_says_how_to_convert_all_the_same():
     filtered = planned(config, describe_model(config), accelerated=True, emulated="")
     assert "--quantize.dense.auto_filter off" in str(of_low_precision(filtered, [Converted(0)], shards=1)[0])
     assert planned(config, describe_model(config), accelerated=False, emulated="").advice == ""
+    others = tuple(replace(choice, reason="an embedding") for choice in filtered.choices)
+    assert replace(filtered, choices=others).advice == ""
 
 
 def test_no_graph_means_that_no_block_is_compiled():
