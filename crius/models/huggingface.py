@@ -491,7 +491,8 @@ def _ropes(content: Mapping[str, Any], kinds: Kinds) -> Generator[str, None, tup
         theta = near.get("rope_theta", local)
         rope = rope.get(_FULL, {})
     else:
-        if local and rope and key == "rope_parameters":
+        is_known = kinds.full_every > 1  # an unknown model_type may have one rope for all layers
+        if local and rope and key == "rope_parameters" and is_known:
             yield f"rope_parameters {_shown(rope)} do not say to which kind of layer they belong, {_FULL} or {_WINDOW}"
         theta = local
     if local and not _fits(theta, float):
