@@ -424,7 +424,7 @@ def _take(
     content: Mapping[str, Any], family: HuggingFace, settings: dict[str, Any], *, is_float32: bool
 ) -> Iterator[str]:
     """Put the sizes of a file into ``settings``. Yields a message for each wrong value."""
-    rope, local = yield from _ropes(content, family.kinds)
+    rope, local = yield from _ropes(content, family)
     known = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
     words: dict[str, Any] = {}
     for size in (*_SIZES, *family.sizes):
@@ -473,9 +473,11 @@ def _take(
     settings["rope_scaling"] = rope_scaling_text(scaling, is_float32=is_float32)
 
 
-def _ropes(content: Mapping[str, Any], kinds: Kinds) -> Generator[str, None, tuple[dict[str, Any], float]]:
+def _ropes(content: Mapping[str, Any], family: HuggingFace) -> Generator[str, None, tuple[dict[str, Any], float]]:
     """Rotary positions of layers without a window, and the base of those of layers with one. Yields messages."""
-    local = content.get(kinds.local_key, kinds.local_theta) if kinds.local_key else kinds.local_theta
+    kinds = family.kinds
+    local = kinds.local_theta
+    theta = content.get(kinds.local_key, local) if kinds.local_key else local
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"  # in the order of transformers
     rope = content.get(key) or {}
     if not isinstance(rope, dict):
@@ -488,13 +490,10 @@ def _ropes(content: Mapping[str, Any], kinds: Kinds) -> Generator[str, None, tup
         near = rope.get(_WINDOW, {})
         if near.get("rope_type", "default") != "default":
             yield f"rope_type {_shown(near['rope_type'])} of {_WINDOW} is not supported, only default is"
-        theta = near.get("rope_theta", local)
+        theta = near.get("rope_theta", theta)
         rope = rope.get(_FULL, {})
-    else:
-        is_known = kinds.full_every > 1  # an unknown model_type may have one rope for all layers
-        if local and rope and key == "rope_parameters" and is_known:
-            yield f"rope_parameters {_shown(rope)} do not say to which kind of layer they belong, {_FULL} or {_WINDOW}"
-        theta = local
+    elif local and rope and key == "rope_parameters" and family.model_type:  # an unknown one may have one rope for all
+        yield f"{key} {_shown(rope)} do not say to which kind of layer they belong, {_FULL} or {_WINDOW}"
     if local and not _fits(theta, float):
         yield f"rope_theta {_shown(theta)} of {_WINDOW} is not a number above 0"
         return rope, local

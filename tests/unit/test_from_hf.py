@@ -158,6 +158,7 @@ SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
             'rope_type "linear" of sliding_attention is not supported',
         ),
         (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, not a whole number above 0"),
+        (GEMMA3 | {"rope_local_base_freq": "x"}, 'rope_theta "x" of sliding_attention is not a number above 0'),
         (GEMMA3 | {"sliding_window_pattern": "6"}, 'sliding_window_pattern is "6", not a whole number above 0'),
         (GEMMA3 | {"layer_types": [{}, 1]}, "is not one of full_attention and sliding_attention"),
         (SMOLLM3 | {"no_rope_layers": [[], 1]}, "is not 0 or 1 for each layer"),
