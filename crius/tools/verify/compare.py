@@ -15,7 +15,7 @@ from crius.config.run import RunConfig, replace_fields
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.run import Judge, LayoutRow, Table, row_of
+from crius.tools.verify.run import Table, row_of
 from crius.tools.verify.worker import Task
 from crius.train.inputs import describe_known_model
 
@@ -27,7 +27,6 @@ COMPARED_STEPS = 3
 themselves."""
 
 NUDGE = 1e-4
-NUDGED = " nudged"
 ROOM = 5
 """In low precision a layout may differ from its reference by so many times as much as the reference does from itself
 once its low-precision products change by ``NUDGE``, if that exceeds the tolerance. A norm behind a layer, for example,
@@ -208,50 +207,52 @@ def compare_all(
         SystemExit: a signal ended it; 130 or 143.
     """
     cases = [case for group in groups for case in group]
-    names = [f"{case.layout}{NUDGED if _is_low(case) else ''}" for case in cases]
+    names = [_name(case.layout, nudge) for group in groups for case, nudge in _runs(group)]
     table = Table([*tolerances(config)], names, as_json)
     with tempfile.TemporaryDirectory(prefix="crius-verify-") as scratch:
-        for reference, *others in groups:
-            shards = Shards(Path(scratch) / str(reference.layout), is_whole=verb == "parity")
-            _run_group(reference, others, shards, folder, timeout, table)
+        for group in groups:
+            shards = Shards(Path(scratch) / str(group[0].layout), is_whole=verb == "parity")
+            _run_group(group, shards, folder, timeout, table)
     kinds = {precision(case.config): tolerances(case.config) for case in cases if case.config}
     _conclude(table, verb, kinds or {precision(config): tolerances(config)})
     return table.exit_code(is_asked)
 
 
-def _run_group(
-    reference: Case, others: Sequence[Case], shards: Shards, folder: Path, timeout: int, table: Table
-) -> None:
+def _run_group(group: Sequence[Case], shards: Shards, folder: Path, timeout: int, table: Table) -> None:
     shards.folder.mkdir(parents=True)
-
     expected: dict[str, Any] | None = None
     own: Mapping[str, float] = {}
-
-    def run(case: Case, judged: Judge, *, nudge: float = 0.0) -> tuple[LayoutRow, dict[str, Any] | None]:
-        is_reference = case is reference
-        writes = is_reference and not nudge
-        found = row_of(
-            f"{case.layout}{NUDGED if nudge else ''}",
+    for case, nudge in _runs(group):
+        if nudge and not expected:
+            continue
+        is_reference = case is group[0]
+        judged = functools.partial(judge, case, expected, own=own)
+        row, result = row_of(
+            _name(case.layout, nudge),
             case,
             worker.train,
-            functools.partial(task_of, case.layout, folder, timeout, shards, writes, nudge=nudge),
-            judged,
+            functools.partial(task_of, case.layout, folder, timeout, shards, not expected, nudge=nudge),
+            functools.partial(judge_nudged, case, expected) if nudge and expected else judged,
             is_reference=is_reference,
             lacks_reference=not (is_reference or expected),
         )
-        table.add(found[0])
-        return found
-
-    _, expected = run(reference, functools.partial(judge, reference, None))
-    if expected and _is_low(reference):
-        nudged, _ = run(reference, functools.partial(judge_nudged, reference, expected), nudge=NUDGE)
-        own = nudged.values
-    for case in others:
-        run(case, functools.partial(judge, case, expected, own=own))
+        table.add(row)
+        if nudge:
+            own = row.values
+        elif is_reference:
+            expected = result
 
 
-def _is_low(case: Case) -> bool:
-    return case.config is not None and is_enabled(case.config.quantize.dense)
+def _runs(group: Sequence[Case]) -> list[tuple[Case, float]]:
+    """The runs of a group, each with its nudge: a reference in low precision has two."""
+    reference, *others = group
+    is_low = reference.config is not None and is_enabled(reference.config.quantize.dense)
+    nudges = (0.0, NUDGE) if is_low else (0.0,)
+    return [*((reference, nudge) for nudge in nudges), *((case, 0.0) for case in others)]
+
+
+def _name(layout: Layout, nudge: float) -> str:
+    return f"{layout} nudged" if nudge else str(layout)
 
 
 def task_of(
@@ -277,7 +278,7 @@ def task_of(
     """
     # a row with compile must not run eager; async tensor parallelism may have no effect on a CPU
     strict = "compile" in layout.options and not config.parallelism.enable_async_tensor_parallel
-    return Task(config, folder / f"{layout}{NUDGED if nudge else ''}", timeout, shards, is_reference, strict, nudge)
+    return Task(config, folder / _name(layout, nudge), timeout, shards, is_reference, strict, nudge)
 
 
 def judge_nudged(case: Case, expected: dict[str, Any], result: dict[str, Any]) -> tuple[dict[str, float], str, bool]:
