@@ -67,6 +67,9 @@ CASES = {
     "70b on 64": case("70b", gpus=64),
     "70b in a pipeline": case("70b", gpus=64, parallelism__pipeline_parallel_degree=4),
     "debug on a CPU": case("debug", gpus=2, gpu="cpu", seq_len=256, training__device="cpu"),
+    "contexts of debug on a CPU": case(
+        "debug", gpus=2, gpu="cpu", seq_len=256, training__device="cpu", parallelism__context_parallel_degree=2
+    ),
 }
 
 

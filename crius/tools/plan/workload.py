@@ -230,7 +230,7 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         pointwise=_pointwise(config, facts, device),
         muon=config.optimizer.name == "muon",
         stage_layers=layers_of_stages(split_stages(modules, num_stages(parallelism), parallelism)) if modules else (),
-        keeps_mask=device != "cuda" and layout.cp > 1,
+        keeps_mask=device != "cuda",
         has_mask_matrix=_on_cpu(config, device) or _takes_matrices(config, facts),
         keeps_probabilities=_on_cpu(config, device) and keeps_probabilities(config, facts),
         snapshot=config.stability.nonfinite == "rollback" and device != "cuda",
