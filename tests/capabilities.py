@@ -96,6 +96,13 @@ def refusal(settings, family):
     return ""
 
 
+def read_from_gguf():
+    """Families whose GGUF files are imported; a Mistral's is a Llama's."""
+    from crius.tools.convert.gguf_file import _MODELS
+
+    return {"mistral", *(architecture.name for architecture in _MODELS.values())}
+
+
 def recorded():
     """What ``capabilities.toml`` says: the commit, and the ids of the tests that passed there."""
     return tomllib.loads(FILE.read_text())
@@ -121,6 +128,8 @@ def page():
 def _cell(capability, family, proofs):
     if tests := proofs.get((capability, family)):
         return f"proven ({len(tests)})"
+    if capability == "GGUF" and family not in read_from_gguf():
+        return "refused: its architecture is not imported"
     why = refusal(ASKED[capability], family) if capability in ASKED else ""
     return f"refused: {why}" if why else ""
 
