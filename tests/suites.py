@@ -8,7 +8,7 @@ What decides, in this order:
 - the marks ``slow`` and ``real``: all.
 - ``page(*paths)``, what a test of the docs or a step of a journey is about: test, if one of these files was changed.
 - ``quick``: test. So is ``tests/unit``, except tests with the mark ``full``.
-- ``matrix``: full, if the row is in the sixth that the commit's hash draws, else all. ``matrix(row=NAME)`` draws the
+- ``matrix``: full, if the row is in the eighth that the commit's hash draws, else all. ``matrix(row=NAME)`` draws the
   rows of one name together.
 - ``long``: the same, and all tests with this mark are rows of one matrix.
 - everything else: full.
@@ -74,9 +74,9 @@ def changed_files(folder=ROOT):
 
 
 def drawn(rows, by):
-    """A sixth of ``rows``, rounded up, the same for the same ``by``."""
+    """An eighth of ``rows``, rounded up, the same for the same ``by``."""
     order = sorted(set(rows), key=lambda row: hashlib.sha256(f"{by} {row}".encode()).digest())
-    return set(order[: math.ceil(len(order) / 6)])
+    return set(order[: math.ceil(len(order) / 8)])
 
 
 def row_of(item):
@@ -105,11 +105,11 @@ def suites(items, by, changed):
         row = row_of(item)
         if row and not is_left_to_all(item):
             rows.setdefault(row[0], []).append(row[1])
-    sixths = {matrix: drawn(names, f"{by} {matrix}") for matrix, names in rows.items()}
-    return {item: suite_of(item, sixths, changed) for item in items}
+    eighths = {matrix: drawn(names, f"{by} {matrix}") for matrix, names in rows.items()}
+    return {item: suite_of(item, eighths, changed) for item in items}
 
 
-def suite_of(item, sixths, changed):
+def suite_of(item, eighths, changed):
     if is_left_to_all(item):
         return "all"
     pages = {path for mark in item.iter_markers("page") for path in mark.args}
@@ -118,7 +118,7 @@ def suite_of(item, sixths, changed):
     row = row_of(item)
     if row:
         matrix, name = row
-        return "full" if name in sixths[matrix] else "all"
+        return "full" if name in eighths[matrix] else "all"
     is_unit = item.nodeid.startswith("tests/unit/")
     return "test" if is_unit and not item.get_closest_marker("full") else "full"
 

@@ -47,8 +47,8 @@ def test_a_test_is_in_the_suite_of_its_marks(test, suite):
     assert suites.suites([test], "abc", {"README.md", "crius/api.py"})[test] == suite
 
 
-def test_a_commit_draws_a_sixth_of_each_matrix_and_another_commit_another():
-    tests = [Item(f"tests/parity/a.py::{name}[{row}]", MARK.matrix.mark) for name in "pq" for row in range(42)]
+def test_a_commit_draws_an_eighth_of_each_matrix_and_another_commit_another():
+    tests = [Item(f"tests/parity/a.py::{name}[{row}]", MARK.matrix.mark) for name in "pq" for row in range(56)]
     drawn = {}
     for by in ("", "a", "b"):
         found = suites.suites(tests, by, set())
@@ -70,9 +70,9 @@ def test_rows_of_one_name_are_drawn_together_and_a_changed_page_brings_them_all(
     assert [test.nodeid[-5:-3] for test in tests if found[test] == "test"] == [other] * 3
 
 
-def test_of_all_long_tests_a_sixth_is_drawn():
-    tests = [Item(f"tests/unit/{file}.py::t{number}", MARK.long.mark) for file in "ab" for number in range(6)]
-    assert sorted(suites.suites(tests, "abc", set()).values()) == ["all"] * 10 + ["full"] * 2
+def test_of_all_long_tests_an_eighth_is_drawn():
+    tests = [Item(f"tests/unit/{file}.py::t{number}", MARK.long.mark) for file in "ab" for number in range(8)]
+    assert sorted(suites.suites(tests, "abc", set()).values()) == ["all"] * 14 + ["full"] * 2
 
 
 @pytest.fixture
