@@ -230,6 +230,12 @@ def test_the_fewest_gpus_are_no_more_than_those_of_a_plan_that_fits(node):
     assert not fits_on(replace(one, num_gpus=4))
 
 
+@pytest.mark.parametrize(("enough", "least"), [(3, 3), (8, 8), (9, 16), (37, 40)])
+def test_the_fewest_gpus_beyond_a_node_are_whole_nodes(enough, least, monkeypatch):
+    monkeypatch.setattr("crius.tools.plan.search.fits_on", lambda one: one.num_gpus >= enough)
+    assert fewest_gpus(case(gpus=4)) == least
+
+
 @pytest.mark.parametrize(
     ("gpus", "seq_len", "local", "total"),
     [(8, 8192, 1, 8), (3, 8192, 1, 9), (1000, 32_768, 1, 500), (4096, 8192, 1, 2048), (1000, 32_768, 3, 375)],
