@@ -22,6 +22,7 @@ from crius.redact import printable, redact
 
 VERBS = {
     "train": "train",
+    "tune": "tune",
     "plan": "plan",
     "verify": "verify",
     "bench": "bench",

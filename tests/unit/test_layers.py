@@ -15,7 +15,19 @@ from forms import statements, tree_of
 
 ROOT = Path(__file__).parent.parent.parent
 
-TOOLS = ("plan", "dry_run", "verify", "bench", "faults", "report", "data_audit", "generate", "evaluate", "convert")
+TOOLS = (
+    "plan",
+    "dry_run",
+    "tune",
+    "verify",
+    "bench",
+    "faults",
+    "report",
+    "data_audit",
+    "generate",
+    "evaluate",
+    "convert",
+)
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "in_process": 4, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
     **dict.fromkeys(("host", "plugins", "run_file", "shards", "signals"), -1),
@@ -37,6 +49,8 @@ ARROWS = [
     ("tools/evaluate", "tools.generate"),  # opens the model
     ("tools/verify", "tools.plan.fit"),
     ("tools/report", "tools.plan"),
+    ("tools/tune", "tools.convert"),
+    ("tools/tune", "tools.generate"),
 ]
 PRIVATE = ("config.load", "config.rules", "config.toml_file")  # sections, run and resolve are for all
 # (importers, what they may not import although it lies below them)
@@ -49,7 +63,7 @@ LAZY_ROOMS = (
         f"cli/{name}.py"
         for name in ("app", "bench", "checkpoint", "evaluating", "exporting", "generate", "importing", "plan", "report")
     ),
-    *(f"cli/{name}.py" for name in ("settings", "train", "verify")),
+    *(f"cli/{name}.py" for name in ("settings", "train", "tune", "verify")),
     "models/registry.py",
     "models/decoder.py",  # experts, whose kernels import sympy for seconds before a first token
     "__main__.py",

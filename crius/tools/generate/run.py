@@ -78,8 +78,21 @@ def answer(
         CriusError: a prompt cannot be encoded, memory is too small, or the logits are not finite.
     """
     ids = [source.encode(prompt, chat=settings.chat) for prompt in prompts]
+    return answer_ids(source, ids, [prompt.text for prompt in prompts], settings, first=first, on_text=on_text)
+
+
+def answer_ids(
+    source: Source,
+    ids: Sequence[list[int]],
+    texts: Sequence[str],
+    settings: Settings,
+    *,
+    first: int = 0,
+    on_text: Callable[[int, str], None] = lambda index, text: None,
+) -> list[Answer]:
+    """As ``answer``, for prompts that are token ids; ``texts`` are what the answers call them."""
     source.check_room(len(ids), max(map(len, ids)) + settings.max_new_tokens)
-    answers = [Answer(prompt.text) for prompt in prompts]
+    answers = [Answer(text) for text in texts]
     streams = [TextStream(source.tokenizer, one, settings.stop) for one in ids]
     began = time.perf_counter()
 

@@ -192,21 +192,27 @@ def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool)
         output.flush()
         if is_done:
             continue
-        process = subprocess.Popen(
-            [*PROGRAM, "train", *trial.words],
-            stdout=2 if is_quiet else None,
-            preexec_fn=functools.partial(ask_for_signal, signal.SIGTERM),  # if the sweep is killed, the run saves
-        )
-        num_sent = 0
-        while process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_SECONDS)
-            for stop in stops[num_sent:]:
-                process.send_signal(stop.signal)
-            num_sent = len(stops)
-        if process.returncode and not stops:
+        code = train(trial.words, stops, is_quiet=is_quiet)
+        if code and not stops:
             failed.add(trial.folder)
     return failed
+
+
+def train(words: Sequence[str], stops: Sequence[Stop], *, is_quiet: bool = False) -> int:
+    """Run ``crius train`` as a process of its own, which gets the signals to this process; returns its exit code."""
+    process = subprocess.Popen(
+        [*PROGRAM, "train", *words],
+        stdout=2 if is_quiet else None,
+        preexec_fn=functools.partial(ask_for_signal, signal.SIGTERM),  # if this process is killed, the run saves
+    )
+    num_sent = 0
+    while process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_SECONDS)
+        for stop in stops[num_sent:]:
+            process.send_signal(stop.signal)
+        num_sent = len(stops)
+    return process.returncode
 
 
 def row_of(trial: Trial, failed: Collection[Path]) -> RunRow:

@@ -1,0 +1,202 @@
+"""``crius tune``."""
+
+import dataclasses
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import CycloptsError, Parameter
+
+from crius.cli import train as train_verb
+from crius.cli.app import SOURCES, app, emit, facts_of, fitted, imports, need_torch, place_of
+from crius.config import rules
+from crius.config.argv import normalized_argv
+from crius.config.facts import Facts
+from crius.config.names import WrongSettings, explain
+from crius.config.resolve import USABLE
+from crius.config.rules import plain_name
+from crius.config.run import RunConfig
+from crius.errors import ConfigError
+from crius.launch.stop import PREEMPTED, caught_signals
+from crius.tools.report.runs import run_row
+from crius.tools.report.sweep import train
+from crius.tools.tune.choices import Choices
+
+_FILE = "tune.json"
+"""The command of a run and the first answers, in its folder, for the next start."""
+
+
+@app.command
+def tune(
+    model: Annotated[str, Parameter(help="Run folder, Hugging Face folder, or GGUF file.")],
+    data: Annotated[str, Parameter(help="Conversations: a file, or a folder of files.")],
+    *settings: Annotated[
+        str, Parameter(show=False, allow_leading_hyphen=True, help="Settings of crius train, which win.")
+    ],
+    dry: Annotated[
+        bool, Parameter(negative=(), help="Stop after the choices, the mask, the estimate and the command.")
+    ] = False,
+) -> int:
+    """Tune a model on your conversations: choose the settings, show the mask, ask held-out questions before and after,
+    and leave adapters and a merged model in the run folder.
+
+    Every flag of crius train may be given, and wins. Ctrl-C saves, and the same command continues.
+    """
+    need_torch()
+    given = _given(settings)
+    folder = Path(given.get("job.run_dir") or f"runs/{plain_name(Path(model).stem)}-{plain_name(Path(data).stem)}")
+    asked = [model, data, *settings]
+    known = _known(folder, asked)
+    if not known:
+        known = {"asked": asked, **_begun(_opened(model, folder), data, settings, given, folder, dry=dry)}
+        if dry:
+            return 0
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, known)
+    if run_row(folder).state.word != "finished":
+        with caught_signals() as stops:
+            code = train([*known["words"], *imports()], stops)
+        if code:
+            sys.stderr.write(f"the same command continues: crius tune {shlex.join(asked)}\n")
+            if not stops:
+                return code
+            by = stops[0].signal
+            return 128 + by if by.name == "SIGINT" else PREEMPTED
+    _end(folder, known)
+    return 0
+
+
+def _given(settings: Sequence[str]) -> dict[str, str]:
+    """Settings of the command line: dotted name to value; ``true`` for a flag without one."""
+    given = {}
+    words = normalized_argv(["train", *settings])[1:]
+    for word, following in itertools.pairwise([*words, "--"]):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if not equals:
+                value = "true" if following.startswith("--") else following
+            given[name] = value
+    return given
+
+
+def _known(folder: Path, asked: Sequence[str]) -> dict[str, Any]:
+    """What an earlier start of this command wrote; empty if there was none.
+
+    Raises:
+        ConfigError: the folder belongs to another command.
+    """
+    try:
+        known: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError:
+        known = {}
+    if known.get("asked") != [*asked]:
+        another = f"--job.run_dir {folder}-2"
+        before = f": crius tune {shlex.join(known['asked'])}" if known.get("asked") else ""
+        raise ConfigError(f"{folder} belongs to another tune{before}.", where=str(folder / _FILE), fix=another)
+    emit(f"{folder} goes on")
+    return known
+
+
+def _opened(model: str, folder: Path) -> str:
+    """The path of the model for ``--checkpoint.init_from``; a GGUF file is imported into the run folder first."""
+    if not model.endswith(".gguf"):
+        return model
+    from crius.tools.convert.importing import import_model
+
+    place = folder / "imported"
+    if not place.exists():
+        emit("\n".join(import_model(model, str(place)).lines()))
+    return str(place)
+
+
+def _begun(
+    model: str, data: str, settings: Sequence[str], given: Mapping[str, str], folder: Path, *, dry: bool
+) -> dict[str, Any]:
+    """Choose the command, print it with its reasons, and ask the model before it is tuned, unless ``dry``."""
+    from crius.data.show import coloured, preview, takes_colour
+    from crius.tools.tune.choose import choose, corpus_of
+    from crius.tools.tune.held_out import conversations_of, seconds_per_token, tell
+
+    named = ["--recipe", "tune", "--checkpoint.init_from", model, "--data.path", data, *settings]
+    if "job.run_dir" not in given:
+        named += ["--job.run_dir", str(folder)]
+    chosen = Choices(given)
+    facts, words = choose(named, chosen, _facts, _memory)
+    train_set, held_set, tokenizer = corpus_of(facts)
+    emit(f"{model}: {facts.config.model.name}, {facts.model.num_parameters / 1e6:,.1f} M weights")
+    emit("\n".join([f"{data}: {train_set.last:,} conversations to train on", *chosen.lines()]))
+    for text in preview(train_set, tokenizer):
+        emit(coloured(text) if takes_colour(sys.stdout) else text)
+    source = _source(model)
+    asked = conversations_of(held_set)
+    sequences = max(1, facts.config.training.epochs) * train_set.num_samples
+    cost = seconds_per_token(source, facts.config.training.seq_len, is_whole=not facts.config.lora.is_on)
+    seconds = sequences * facts.config.training.seq_len * cost
+    length = f"{seconds / 60:,.0f} minutes" if seconds > 120 else f"{seconds:,.0f} s"
+    emit(f"about {length} of training on this machine, by a measured forward pass\n")
+    emit(f"crius train {shlex.join(words)}\n")
+    return {"words": words, "before": {} if dry else dataclasses.asdict(tell(source, asked))}
+
+
+def _source(path: str) -> Any:
+    from crius.tools.generate.source import read_source
+    from crius.tools.tune.held_out import ANSWER
+
+    return read_source(path, ANSWER)
+
+
+def _facts(words: Sequence[str]) -> Facts:
+    """Facts about the run of a ``crius train`` command.
+
+    Raises:
+        CriusError: there is no such run.
+    """
+    arguments = normalized_argv(["train", *words])
+    SOURCES.origins.clear()
+    try:
+        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    except (CycloptsError, WrongSettings) as error:
+        raise explain(error, arguments) from None
+    if command is not train_verb.train or {*bound.arguments} & {"dry_run", "as_json", "config"}:
+        raise ConfigError("crius tune takes settings of crius train.", where="command line", fix="crius tune --help")
+    facts = facts_of(bound.arguments.get("run", RunConfig()), bound.arguments.get("nproc", 0), None)
+    rules.check(facts)
+    return facts
+
+
+def _memory(words: Sequence[str]) -> tuple[float, float]:
+    """Bytes that a run needs, and bytes that a rank may use."""
+    from crius.tools.plan.compare import plan_run
+
+    facts = _facts(words)
+    machine, hardware = place_of(facts)
+    run, _ = fitted(facts, machine, hardware)
+    return plan_run(run, facts.model, machine, hardware).memory.total, USABLE * hardware.memory_bytes
+
+
+def _end(folder: Path, known: dict[str, Any]) -> None:
+    """Ask the tuned model, compare, and export; what an earlier start did is not done again."""
+    from crius.tools.tune.choose import corpus_of
+    from crius.tools.tune.held_out import compared, conversations_of, tell
+    from crius.tools.tune.results import leave
+
+    if "shown" not in known:
+        source = _source(str(folder))
+        asked = conversations_of(corpus_of(_facts(known["words"]))[1])
+        known["shown"] = compared(source.tokenizer, asked, known["before"], tell(source, asked))
+    emit("\n".join(known["shown"]))
+    if "left" not in known:
+        known["left"] = leave(folder)
+        _write(folder, known)
+    emit("\n".join(known["left"]))
+    emit(f"talk to it: crius generate {folder} --chat --prompt Hi")
+
+
+def _write(folder: Path, known: Mapping[str, Any]) -> None:
+    (folder / _FILE).write_text(json.dumps(known, indent=1))

@@ -1,0 +1,126 @@
+"""Choose the settings of a run for a model and conversations, one after the other."""
+
+from collections.abc import Callable, Sequence
+
+from crius.config.facts import Facts
+from crius.data.samples import SampleSource
+from crius.data.tokenizer import Tokenizer
+from crius.errors import ConfigError, OutOfMemoryError
+from crius.interop.context import longest_context
+from crius.interop.weights import open_weights
+from crius.tools.tune.choices import (
+    RANK,
+    Choices,
+    held_out_fraction,
+    learning_rate,
+    lengths_of,
+    schedule_for,
+    seq_len_for,
+    trains_all,
+)
+from crius.train.inputs import open_run_data
+from crius.units import GIB
+
+BATCH = "training.global_batch_size"
+EPOCHS = "training.epochs"
+SEQ_LEN = "training.seq_len"
+ADAPTERS: dict[str, tuple[object, str]] = {
+    "lora.rank": (RANK, ""),
+    "lora.alpha": (2 * RANK, "twice the rank, as usual"),
+}
+WAYS: tuple[dict[str, tuple[object, str]], ...] = (ADAPTERS, ADAPTERS | {"lora.base": ("nf4", "in 4 bits it fits")})
+"""Ways to train fewer weights: settings, and why."""
+
+LookAt = Callable[[Sequence[str]], Facts]
+Memory = Callable[[Sequence[str]], tuple[float, float]]
+
+
+def corpus_of(facts: Facts) -> tuple[SampleSource, SampleSource, Tokenizer]:
+    """Conversations to train on, those that are held out, and the tokenizer.
+
+    Raises:
+        ConfigError: the data has no conversations.
+        DataError: it cannot be used.
+    """
+    corpus = open_run_data(facts.config, facts.data_parallel_ranks)[1]
+    held = corpus.held_out.get("")
+    if not (isinstance(corpus.train, SampleSource) and isinstance(held, SampleSource)):
+        what = "these settings give no conversations, of which some are held out."
+        raise ConfigError(what, where="command line", fix="crius train, which takes every kind of data")
+    return corpus.train, held, corpus.tokenizer
+
+
+def choose(named: Sequence[str], chosen: Choices, look_at: LookAt, memory: Memory) -> tuple[Facts, list[str]]:
+    """Choose what is open.
+
+    Args:
+        named: words of ``crius train`` that are fixed: model, data, and what was given.
+        chosen: gets the choices.
+        look_at: facts about the run of such words.
+        memory: bytes that a rank of it needs, and bytes that a rank may use.
+
+    Returns:
+        The facts about the run, and its words.
+
+    Raises:
+        CriusError: the run is not possible, or nothing fits the memory.
+    """
+    facts = look_at([*named, f"--{BATCH}", "1"])
+    ranks = facts.data_parallel_ranks
+    train_set, held_set, _ = corpus_of(facts)
+    lengths = lengths_of(train_set)
+    fraction = held_out_fraction(len(lengths))
+    number = round(fraction * len(lengths))
+    chosen.take("validation.fraction", fraction, f"{number:,} of {len(lengths):,} conversations are never trained on")
+    context = longest_context(open_weights(facts.config.checkpoint.init_from))
+    chosen.take(SEQ_LEN, *seq_len_for(lengths, context))
+    facts = look_at([*named, *chosen.words(), f"--{BATCH}", str(ranks)])
+    train_set = corpus_of(facts)[0]
+    sequences = train_set.num_samples
+    given = chosen.given
+    batch, epochs, steps = schedule_for(sequences, ranks, int(given.get(BATCH, 0)), int(given.get(EPOCHS, 0)))
+    if "training.steps" not in given:
+        chosen.take(EPOCHS, epochs, f"{steps:,} steps of {batch}, from {sequences:,} sequences an epoch")
+    chosen.take(BATCH, batch, "sequences a step")
+    choose_weights(named, chosen, facts.model.num_parameters, train_set.num_targets, memory)
+    every = max(5, steps // 5)
+    chosen.take("lr_scheduler.warmup_steps", max(2, steps // 20), "a twentieth of the steps")
+    chosen.take("validation.interval", every, "five times")
+    chosen.take("checkpoint.interval", every, "as often")
+    words = [*named, *chosen.words()]
+    return look_at(words), words
+
+
+def choose_weights(named: Sequence[str], chosen: Choices, weights: int, targets: int, memory: Memory) -> None:
+    """Choose all weights, adapters, or adapters on a base in 4 bits: the first that the data is enough for, and that
+    fits the memory.
+
+    Raises:
+        OutOfMemoryError: none of them fits.
+    """
+    takes_all, why = trains_all(weights, targets)
+    ways = list(WAYS)
+    if "lora.rank" in chosen.given:
+        ways = [{}]
+    elif takes_all:
+        ways = [{}, *WAYS]
+    tried = []
+    for way in ways:
+        trial = Choices(chosen.given, dict(chosen.values))
+        for name, (value, _) in way.items():
+            trial.take(name, value, "")
+        needed, usable = memory([*named, *trial.words()])
+        tried.append(f"{needed / GIB:,.1f}")
+        if needed <= usable:
+            break
+    else:
+        raise OutOfMemoryError(
+            f"nothing fits into {usable / GIB:,.1f} GiB of memory: {', '.join(tried)} GiB are needed.",
+            where="command line",
+            fix=f"a smaller model, or a smaller --{SEQ_LEN}",
+        )
+    why += f"; {needed / GIB:,.1f} of {usable / GIB:,.1f} GiB"
+    for name, (value, reason) in way.items():
+        chosen.take(name, value, reason or why)
+    rate, usual = learning_rate(weights, adapters=bool(way) or "lora.rank" in chosen.given)
+    chosen.take("optimizer.lr", rate, usual if way else f"{usual}; {why}")

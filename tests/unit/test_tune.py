@@ -1,0 +1,167 @@
+"""``crius tune``: what is chosen, and a model and conversations that become a tuned model with one command."""
+
+import json
+import re
+import shutil
+import tomllib
+
+import numpy as np
+import pytest
+from harness import crius
+from sft_samples import tokenizer_folder
+
+from crius.data.samples import pack
+from crius.tools.tune.choices import (
+    LEAST_STEPS,
+    Choices,
+    held_out_fraction,
+    learning_rate,
+    schedule_for,
+    seq_len_for,
+    trains_all,
+)
+from crius.tools.tune.held_out import Conversation, change
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 7, 30, 69, 1000, 100_000])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_set_of_any_size_gets_50_steps_of_whole_batches(sequences, ranks):
+    batch, epochs, steps = schedule_for(sequences, ranks)
+    assert batch % ranks == 0 and epochs >= 3
+    assert steps == -(-epochs * sequences // batch) >= LEAST_STEPS
+    assert schedule_for(sequences, ranks, batch=24, epochs=1) == (24, 1, -(-sequences // 24))
+    given = schedule_for(sequences, ranks, batch=24)
+    assert given[0] == 24 and given[2] >= LEAST_STEPS
+    assert schedule_for(sequences, ranks, epochs=2)[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "context", "want"),
+    [
+        ([40] * 99 + [5000], 0, 128),  # one of a hundred is cut
+        ([60] * 200, 0, 128),
+        ([76] * 200, 0, 1024),  # six in 512 tokens leave 13 % of padding
+        ([76] * 200, 256, 256),
+        ([3000] * 100, 0, 4096),
+        ([9000] * 100, 0, 4096),
+        ([9000] * 100, 2048, 2048),
+        ([128], 0, 128),
+    ],
+)
+def test_a_sequence_has_room_for_conversations_and_little_padding(lengths, context, want):
+    chosen, why = seq_len_for(np.array(lengths), context)
+    assert chosen == want
+    longer = sum(one > want for one in lengths)
+    assert why.startswith(f"{longer:,} of {len(lengths)} conversations" if longer else "all conversations fit")
+    cut = np.minimum(lengths, want)
+    padding = 1 - cut.sum() / (want * (len(pack(cut, want, 0).firsts) - 1))
+    assert f"{padding:.0%} padding" in why
+
+
+@pytest.mark.parametrize(("number", "held"), [(10, 1), (200, 20), (1000, 20), (100_000, 2000)])
+def test_twenty_conversations_are_held_out_but_a_tenth_at_most(number, held):
+    assert round(held_out_fraction(number) * number) == held
+
+
+def test_all_weights_are_trained_where_the_data_is_large():
+    assert trains_all(1_000_000, 50_000)[0] and not trains_all(1_000_000, 49_999)[0]
+    assert learning_rate(135 * 10**6, adapters=True)[0] > learning_rate(8 * 10**9, adapters=True)[0]
+    assert learning_rate(135 * 10**6, adapters=False)[0] < learning_rate(135 * 10**6, adapters=True)[0]
+
+
+def test_what_was_given_is_not_chosen():
+    chosen = Choices({"optimizer.lr": "1"})
+    chosen.take("optimizer.lr", 2, "why")
+    chosen.take("lora.rank", 8, "few")
+    assert chosen.words() == ["--lora.rank", "8"] and chosen.lines() == ["  lora.rank 8   few"]
+
+
+def test_a_question_ends_where_the_first_answer_begins():
+    one = Conversation([1, 2, 3, 4, 5, 6, 7], [False, False, True, True, False, False, True])
+    assert (one.question, one.answer) == ([1, 2], [3, 4])
+
+
+def test_a_change_is_paired():
+    mean, error = change([3.0, 1.0, 2.0], [2.5, 0.5, 1.5])
+    assert mean == pytest.approx(-0.5) and error == pytest.approx(0, abs=1e-12)
+    assert change([1.0, 1.0], [0.0, 2.0]) == (0.0, pytest.approx(1.0))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a random model of two layers, ``base``, and 60 conversations, ``own.jsonl``."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tune")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=264, max_position_embeddings=256)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+    tokenizer_folder(folder / "base")
+    rows = [
+        [{"role": "user", "content": f"{number}+1?"}, {"role": "assistant", "content": f"It is {number + 1}."}]
+        for number in range(60)
+    ]
+    (folder / "own.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return folder
+
+
+def test_a_dry_tune_says_why_and_its_command_is_that_run(place):
+    done = crius("tune", "base", "own.jsonl", "--dry", "--optimizer.lr", "1e-3", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert not (place / "runs").exists()
+    words = re.search(r"^crius (train .*)$", done.stdout, re.MULTILINE)[1].split()
+    for name, value in zip(words[1::2], words[2::2], strict=True):
+        if name.removeprefix("--") not in (
+            "recipe",
+            "checkpoint.init_from",
+            "data.path",
+            "job.run_dir",
+            "optimizer.lr",
+        ):
+            assert re.search(rf"^  {name[2:]} {value} +\S", done.stdout, re.MULTILINE), name
+    assert done.stdout.count("⟦It is") == 2 and re.search(r"about \d+ s of training", done.stdout)
+    shown = crius("config", "show", *words[1:], cwd=place)
+    assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.full
+def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tmp_path):
+    """Also after the run folder was moved; a second start goes on where the first one ended."""
+    words = ("tune", "base", "own.jsonl", "--optimizer.lr", "2e-3", "--training.device", "cpu")
+    done = crius(*words, cwd=place)
+    assert done.returncode == 0, done.stderr
+    run = place / "runs/base-own"
+    assert json.loads((run / "summary.json").read_text())["steps"] >= LEAST_STEPS
+    assert tomllib.loads((run / "run.toml").read_text())["optimizer"]["lr"] == 2e-3
+    mean, error = map(float, re.search(r"\((-[\d.]+) \+- ([\d.]+), paired\)", done.stdout).groups())
+    assert mean < -2 * error
+    assert [done.stdout.count(f"\n{word:<8}  ") for word in ("question", "before", "after", "data")] == [3, 3, 3, 3]
+
+    again = crius(*words, cwd=place)
+    assert again.returncode == 0 and again.stdout.startswith("runs/base-own goes on")
+    assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[-len(again.stdout.splitlines()) + 1 :]
+    other = crius("tune", "base", "own.jsonl", cwd=place)
+    assert other.returncode == 2 and "belongs to another tune: crius tune base own.jsonl --optimizer.lr" in other.stderr
+
+    moved = tmp_path / "moved"
+    shutil.move(run, moved)
+    score = crius("generate", str(moved / "adapters"), "--chat", "--prompt", "7+1?", cwd=place)
+    merged = crius("generate", str(moved / "merged"), "--chat", "--prompt", "7+1?", cwd=place)
+    assert score.returncode == 0 and score.stdout == merged.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nope", "own.jsonl"), "nope is not a folder"),
+        (("base", "nope.jsonl"), "nope.jsonl does not exist"),
+        (("base", "own.jsonl", "--optimizer.lrr", "1"), "did you mean --optimizer.lr?"),
+        (
+            ("base", "own.jsonl", "--data.source", "stdlib", "--data.format", "documents"),
+            "has no effect with data.source stdlib",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_error(words, said, place):
+    done = crius("tune", *words, "--job.run_dir", "runs/wrong", cwd=place)
+    assert done.returncode in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
+    assert not (place / "runs/wrong").exists()
