@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -127,7 +128,8 @@ def _begun(
     if "job.run_dir" not in given:
         named += ["--job.run_dir", str(folder)]
     chosen = Choices(given)
-    facts, words = choose(named, chosen, _facts, _memory)
+    new_ids = _template(model, folder, chosen)
+    facts, words = choose(named, chosen, _facts, _memory, new_ids)
     train_set, held_set, tokenizer = corpus_of(facts)
     emit(f"{model}: {facts.config.model.name}, {facts.model.num_parameters / 1e6:,.1f} M weights")
     emit("\n".join([f"{data}: {train_set.last:,} conversations to train on", *chosen.lines()]))
@@ -141,7 +143,24 @@ def _begun(
     length = f"{seconds / 60:,.0f} minutes" if seconds > 120 else f"{seconds:,.0f} s"
     emit(f"about {length} of training on this machine, by a measured forward pass\n")
     emit(f"crius train {shlex.join(words)}\n")
-    return {"words": words, "before": {} if dry else dataclasses.asdict(tell(source, asked))}
+    knows_ids = not dry and not new_ids
+    return {"words": words, "before": dataclasses.asdict(tell(source, asked)) if knows_ids else {}}
+
+
+def _template(model: str, folder: Path, chosen: Choices) -> list[str]:
+    """Give a base without a chat template ChatML; returns the tokens that its tokenizer lacked."""
+    from crius.interop.weights import open_weights
+    from crius.tools.tune.chatml import needs_template, write_chatml
+
+    weights = open_weights(model)
+    if "tokenizer.path" in chosen.given or not needs_template(weights):
+        return []
+    place = folder / "tokenizer"
+    shutil.rmtree(place, ignore_errors=True)
+    added = write_chatml(weights.tokenizer, place)
+    with_ids = f"; {' and '.join(added)} are new ids" if added else ""
+    chosen.take("tokenizer.path", place, f"the base has no chat template: ChatML{with_ids}")
+    return added
 
 
 def _source(path: str) -> Any:

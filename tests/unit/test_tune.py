@@ -10,7 +10,13 @@ import pytest
 from harness import crius
 from sft_samples import tokenizer_folder
 
+from crius.config.data import TokenizerConfig
+from crius.data.chat.renderer import render_chat
+from crius.data.chat.template import read_template
 from crius.data.samples import pack
+from crius.data.tokenizer import build_tokenizer
+from crius.errors import OutOfMemoryError
+from crius.tools.tune.chatml import write_chatml
 from crius.tools.tune.choices import (
     LEAST_STEPS,
     Choices,
@@ -20,6 +26,7 @@ from crius.tools.tune.choices import (
     seq_len_for,
     trains_all,
 )
+from crius.tools.tune.choose import choose_weights
 from crius.tools.tune.held_out import Conversation, change
 
 
@@ -121,6 +128,55 @@ def test_a_dry_tune_says_why_and_its_command_is_that_run(place):
     assert done.stdout.count("⟦It is") == 2 and re.search(r"about \d+ s of training", done.stdout)
     shown = crius("config", "show", *words[1:], cwd=place)
     assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.parametrize("names", [("<|endoftext|>", "<|im_start|>", "<|im_end|>"), ("<|endoftext|>",)])
+def test_a_base_without_a_template_gets_chatml_and_the_tokens_that_it_lacks(names, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={letter: n for n, letter in enumerate("abc")}, merges=[]))
+    model.add_special_tokens(list(names))
+    (tmp_path / "old").mkdir()
+    model.save(str(tmp_path / "old/tokenizer.json"))
+    (tmp_path / "old/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "model_max_length": 64}')
+    added = write_chatml(str(tmp_path / "old"), tmp_path / "new")
+    assert added == [name for name in ("<|im_start|>", "<|im_end|>") if name not in names]
+    new = build_tokenizer(TokenizerConfig(path=str(tmp_path / "new")))
+    assert new.vocab_size == 6
+    assert json.loads((tmp_path / "new/tokenizer_config.json").read_text())["model_max_length"] == 64
+    text = render_chat(read_template(str(tmp_path / "new")), [{"role": "user", "content": "a"}], {})
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert list(new.encode_marked("<|im_start|>ab<|im_end|>")) == [4, 0, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("given", "takes_all", "only_all", "fits", "want"),
+    [
+        ({}, True, False, 1, {}),
+        ({}, True, False, 2, {"lora.rank": "16", "lora.alpha": "32"}),
+        ({}, False, False, 1, {"lora.rank": "16", "lora.alpha": "32"}),
+        ({}, False, False, 2, {"lora.rank": "16", "lora.alpha": "32", "lora.base": "nf4"}),
+        ({"lora.rank": "4"}, False, False, 1, {}),
+        ({}, True, True, 1, {}),
+    ],
+)
+def test_the_first_way_that_fits_the_memory_is_taken(given, takes_all, only_all, fits, want):
+    seen = []
+
+    def memory(words):
+        seen.append(words)
+        return (1.0 if len(seen) == fits else 3.0) * 2**30, 2.0 * 2**30
+
+    chosen = Choices(given)
+    choose_weights(["--x"], chosen, 10**9, memory, "why", takes_all=takes_all, only_all=only_all)
+    rate = chosen.values.pop("optimizer.lr")
+    assert chosen.values == want
+    assert float(rate) == learning_rate(10**9, adapters=bool(want or given))[0]
+    assert "why; 1.0 of 2.0 GiB" in " ".join(chosen.reasons.values())
+
+
+def test_a_model_that_fits_in_no_way_is_refused_with_what_each_takes():
+    with pytest.raises(OutOfMemoryError, match=r"nothing fits into 2\.0 GiB of memory: 3\.0, 3\.0 GiB are needed"):
+        choose_weights([], Choices({}), 1, lambda words: (3 * 2**30, 2 * 2**30), "", takes_all=False, only_all=False)
 
 
 @pytest.mark.full

@@ -50,7 +50,9 @@ def corpus_of(facts: Facts) -> tuple[SampleSource, SampleSource, Tokenizer]:
     return corpus.train, held, corpus.tokenizer
 
 
-def choose(named: Sequence[str], chosen: Choices, look_at: LookAt, memory: Memory) -> tuple[Facts, list[str]]:
+def choose(
+    named: Sequence[str], chosen: Choices, look_at: LookAt, memory: Memory, new_ids: Sequence[str] = ()
+) -> tuple[Facts, list[str]]:
     """Choose what is open.
 
     Args:
@@ -58,6 +60,7 @@ def choose(named: Sequence[str], chosen: Choices, look_at: LookAt, memory: Memor
         chosen: gets the choices.
         look_at: facts about the run of such words.
         memory: bytes that a rank of it needs, and bytes that a rank may use.
+        new_ids: tokens that the model does not know yet.
 
     Returns:
         The facts about the run, and its words.
@@ -65,7 +68,7 @@ def choose(named: Sequence[str], chosen: Choices, look_at: LookAt, memory: Memor
     Raises:
         CriusError: the run is not possible, or nothing fits the memory.
     """
-    facts = look_at([*named, f"--{BATCH}", "1"])
+    facts = look_at([*named, *chosen.words(), f"--{BATCH}", "1"])
     ranks = facts.data_parallel_ranks
     train_set, held_set, _ = corpus_of(facts)
     lengths = lengths_of(train_set)
@@ -82,7 +85,11 @@ def choose(named: Sequence[str], chosen: Choices, look_at: LookAt, memory: Memor
     if "training.steps" not in given:
         chosen.take(EPOCHS, epochs, f"{steps:,} steps of {batch}, from {sequences:,} sequences an epoch")
     chosen.take(BATCH, batch, "sequences a step")
-    choose_weights(named, chosen, facts.model.num_parameters, train_set.num_targets, memory)
+    weights = facts.model.num_parameters
+    takes_all, why = trains_all(weights, train_set.num_targets)
+    if new_ids:
+        takes_all, why = True, "new ids have rows of the embedding, which adapters do not train"
+    choose_weights(named, chosen, weights, memory, why, takes_all=takes_all, only_all=bool(new_ids))
     every = max(5, steps // 5)
     chosen.take("lr_scheduler.warmup_steps", max(2, steps // 20), "a twentieth of the steps")
     chosen.take("validation.interval", every, "five times")
@@ -91,16 +98,23 @@ def choose(named: Sequence[str], chosen: Choices, look_at: LookAt, memory: Memor
     return look_at(words), words
 
 
-def choose_weights(named: Sequence[str], chosen: Choices, weights: int, targets: int, memory: Memory) -> None:
-    """Choose all weights, adapters, or adapters on a base in 4 bits: the first that the data is enough for, and that
-    fits the memory.
+def choose_weights(
+    named: Sequence[str], chosen: Choices, weights: int, memory: Memory, why: str, *, takes_all: bool, only_all: bool
+) -> None:
+    """Choose all weights, adapters, or adapters on a base in 4 bits: the first that fits the memory.
+
+    Args:
+        named, chosen, memory: see ``choose``.
+        weights: number of weights.
+        why: reason for ``takes_all``.
+        takes_all: whether all weights are tried first.
+        only_all: whether nothing else is tried.
 
     Raises:
         OutOfMemoryError: none of them fits.
     """
-    takes_all, why = trains_all(weights, targets)
     ways = list(WAYS)
-    if "lora.rank" in chosen.given:
+    if "lora.rank" in chosen.given or only_all:
         ways = [{}]
     elif takes_all:
         ways = [{}, *WAYS]

@@ -114,12 +114,15 @@ def compared(
 ) -> list[str]:
     """Lines that show answers before and after, and whether the right answers became more probable."""
     lines = []
-    rows = zip(conversations, before["answers"], after.answers, strict=False)
-    for conversation, early, late in rows:
+    answers = before.get("answers") or ["(some ids were new to it)"] * QUESTIONS
+    for conversation, early, late in zip(conversations, answers, after.answers, strict=False):
         lines.append(f"question  {_short(tokenizer.decode(conversation.question))}")
         for name, text in (("before", early), ("after", late), ("data", tokenizer.decode(conversation.answer))):
             lines.append(f"{name:<8}  {_short(text)}")
         lines.append("")
+    if not before.get("losses"):
+        mean = sum(after.losses) / len(after.losses)
+        return [*lines, f"{len(after.losses)} held-out conversations: {mean:.3f} nats per token of their answers"]
     mean, error = change(before["losses"], after.losses)
     first = sum(before["losses"]) / len(before["losses"])
     lines.append(

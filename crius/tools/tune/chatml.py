@@ -1,0 +1,49 @@
+"""ChatML for a base model without a chat template. No torch."""
+
+import json
+import shutil
+from pathlib import Path
+
+from crius.data.chat.template import folder_of, read_object
+from crius.data.tokenizer_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from crius.interop.weights import Weights
+from crius.tools.convert.new_folder import new_folder
+
+START = "<|im_start|>"
+END = "<|im_end|>"
+CHATML = (
+    f"{{% for message in messages %}}{{{{ '{START}' + message['role'] + '\\n' + message['content'] + '{END}\\n' }}}}"
+    f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{START}assistant\\n' }}}}{{% endif %}}"
+)
+
+
+def needs_template(weights: Weights) -> bool:
+    """Whether a model has a tokenizer.json, but no chat template."""
+    return not weights.chat_template and weights.tokenizer not in ("", "byte")
+
+
+def write_chatml(tokenizer: str, target: Path) -> list[str]:
+    """Copy a tokenizer to ``target`` with the template, and with the tokens of ChatML that it lacks.
+
+    Returns:
+        The tokens that were added.
+
+    Raises:
+        CriusError: ``target`` exists, or cannot be written.
+    """
+    import tokenizers  # noqa: PLC0415  optional package
+
+    source = folder_of(tokenizer)
+    model = tokenizers.Tokenizer.from_file(str(source / TOKENIZER))
+    missing = [mark for mark in (START, END) if model.token_to_id(mark) is None]
+    model.add_special_tokens([tokenizers.AddedToken(mark, special=True, normalized=False) for mark in (START, END)])
+    settings = {**read_object(tokenizer, TOKENIZER_CONFIG), "eos_token": END}
+    settings.pop("chat_template", None)
+    with new_folder(str(target)) as folder:
+        for file in source.glob("*.json"):
+            if file.name in ("special_tokens_map.json", "added_tokens.json"):
+                shutil.copy2(file, folder / file.name)
+        model.save(str(folder / TOKENIZER))
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        (folder / TEMPLATE).write_text(CHATML)
+    return missing
