@@ -88,7 +88,8 @@ def choose(
     weights = facts.model.num_parameters
     takes_all, why = trains_all(weights, train_set.num_targets)
     if new_ids:
-        takes_all, why = True, "new ids have rows of the embedding, which adapters do not train"
+        takes_all = True
+        why = "new ids have rows of the embedding, which adapters do not train"
     choose_weights(named, chosen, weights, memory, why, takes_all=takes_all, only_all=bool(new_ids))
     every = max(5, steps // 5)
     chosen.take("lr_scheduler.warmup_steps", max(2, steps // 20), "a twentieth of the steps")
