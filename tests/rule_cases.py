@@ -87,7 +87,7 @@ CASES = [
         ["--data.format", "chat", "--data.source", "text", "--data.path", "x", "--tokenizer.path", "t"],
         "data.format chat does not go with data.source text",
         "--data.format",
-        "--data.source jsonl or parquet",
+        "--data.source jsonl or csv or parquet",
     ),
     (
         rules_data.chat_reads_conversations,
@@ -102,6 +102,20 @@ CASES = [
         "data.columns a, b, c must be one or two columns",
         "--data.columns",
         "--data.columns a --data.columns b",
+    ),
+    (
+        rules_data.chat_reads_conversations,
+        [*CHAT, "--tokenizer.path", "t", "--data.columns", "who=speaker"],
+        "data.columns who=speaker has no known meaning",
+        "--data.columns",
+        "--data.columns who=messages",
+    ),
+    (
+        rules_data.data_flags_have_effect,
+        ["--data.bad_rows", "skip"],
+        "data.bad_rows has no effect with data.source stdlib",
+        "--data.bad_rows",
+        "--data.source jsonl",
     ),
     (
         rules_data.chat_flags_have_effect,
@@ -133,9 +147,9 @@ CASES = [
     ),
     (
         rules_data.packed_samples_keep_apart,
-        [*CHAT, "--tokenizer.path", "t"],
+        [*CHAT, "--tokenizer.path", "t", "--model.attention_mask", "causal"],
         "packed conversations see those before them in their sequence with model.attention_mask causal",
-        "--data.packing (default), --model.attention_mask (default)",
+        "--data.packing (default), --model.attention_mask (command line)",
         "--model.attention_mask document",
     ),
     (

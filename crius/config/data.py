@@ -11,7 +11,13 @@ from crius.errors import ConfigError
 SET = re.compile(r"(\w[\w.-]*)=(.*)", re.DOTALL)
 """``NAME=PATH`` of ``validation.path``; a path that looks like it is written ./PATH."""
 
-SOURCES = ("stdlib", "text", "jsonl", "parquet", "huggingface", "tokens")
+SOURCES = ("stdlib", "text", "jsonl", "csv", "parquet", "huggingface", "tokens")
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Known roles. A chat template may support only some of them."""
+
+MEANINGS = ("messages", "prompt", "completion", "tools", "role", "content", *ROLES)
+"""Meanings that ``data.columns`` gives to names of the files."""
 
 
 def check_source(name: str, where: str) -> None:
@@ -30,20 +36,28 @@ class DataConfig:
 
     source: str = "stdlib"
     """Kind of data. stdlib: the source text of the running Python's standard library; nothing is downloaded. text:
-    files, each file is one document. jsonl: files with one JSON object per line, plain, .gz or .zst. parquet: files
-    with one document per row (needs ``pip install crius[chat]``, as .zst does). huggingface: a streamed dataset (needs
-    ``pip install crius[huggingface]``). tokens: a folder written by ``crius data prepare``. Installed packages may add
-    sources: docs/plugins.md."""
+    files, each file is one document. jsonl: files with one JSON object per line, or with one array of objects. csv: CSV
+    and TSV files whose first row names the columns. jsonl and csv may be .gz or .zst. parquet: files with one document
+    per row (needs ``pip install crius[chat]``, as .zst does). huggingface: a streamed dataset (needs ``pip install
+    crius[huggingface]``). tokens: a folder written by ``crius data prepare``. Installed packages may add sources:
+    docs/plugins.md. Left out: the source that data.path looks like."""
 
     format: Literal["documents", "chat"] = "documents"
     """Meaning of a row. documents: a row is a text, and the model is trained on all of it. chat: a row is a
     conversation. The tokenizer's chat template turns it into a text, and the model is trained on what the assistant
-    says. Only for jsonl and parquet: docs/chat_data.md."""
+    says. Only for jsonl, csv and parquet: docs/chat_data.md. Left out: what the first rows look like."""
 
     columns: tuple[str, ...] = ()
     """chat: the column (key of a row) that holds the messages, or the two columns that hold the prompt and the
     completion. Left out: messages, conversations, or prompt and completion (or names as clear as these), whichever the
-    rows have."""
+    rows have. NAME=MEANING translates a name of the files: a column to messages, prompt, completion, system or tools, a
+    key of messages to role or content, a role to user, assistant or another role. Repeat the flag for more, or join
+    them by commas. Dots lead into objects: data.turns=messages."""
+
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """Rows that cannot be used, such as a broken line, a null text or a conversation without an answer. refuse: the
+    first one is an error. skip: they are left out and counted, and bad_rows.txt in the folder data of the run lists
+    them. More than 1 % of the rows, and more than one row, is an error all the same."""
 
     train_on: Literal["all", "last"] = "all"
     """chat: which turns of the assistant the model is trained on. It reads the rest of the conversation without being
@@ -54,12 +68,13 @@ class DataConfig:
     model does not learn when to stop."""
 
     path: tuple[str, ...] = ()
-    """Files, folders, globs, or the name of a dataset. text, jsonl, parquet: files, globs and folders (repeat the flag
-    for more). A folder stands for all .txt, .jsonl (also .jsonl.gz and .jsonl.zst) or .parquet files in it and in its
-    subfolders. huggingface: the dataset's name or folder. tokens: the folder. stdlib takes no path."""
+    """Files, folders, globs, or the name of a dataset. text, jsonl, csv, parquet: files, globs and folders (repeat the
+    flag for more). A folder stands for all .txt, .jsonl and .ndjson (.json if it has neither), .csv and .tsv (these
+    also .gz and .zst), or .parquet files in it and in its subfolders. huggingface: the dataset's name or folder.
+    tokens: the folder. stdlib takes no path."""
 
     text_field: str = "text"
-    """jsonl, parquet, huggingface: the key or column that holds the document."""
+    """jsonl, csv, parquet, huggingface: the key or column that holds the document. Dots lead into objects."""
 
     name: str = ""
     """huggingface: the configuration of the dataset, for example en of allenai/c4."""
@@ -99,6 +114,17 @@ class DataConfig:
 
     prefetch: int = 2
     """Batches that a background thread prepares ahead. 0: each batch is prepared when the step asks for it."""
+
+    @property
+    def named_columns(self) -> tuple[str, ...]:
+        """The entries of ``columns`` that are names of columns."""
+        return tuple(entry for entry in self.columns if "=" not in entry)
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        """The names that ``columns`` translates, and their meanings."""
+        pairs = [part.rpartition("=") for entry in self.columns if "=" in entry for part in entry.split(",")]
+        return {name: meaning for name, _, meaning in pairs}
 
 
 @dataclass(frozen=True, kw_only=True)

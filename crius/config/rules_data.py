@@ -2,11 +2,11 @@
 
 import shlex
 
-from crius.config.data import SOURCES
+from crius.config.data import MEANINGS, SOURCES
 from crius.config.facts import Facts, Rule, Violations, without_effect
 from crius.errors import ConfigError
 
-CHAT_SOURCES = ("jsonl", "parquet", "tokens")
+CHAT_SOURCES = ("jsonl", "csv", "parquet", "tokens")
 """Sources whose rows can be conversations; a folder of tokens was written from such files."""
 
 _OF_CHAT = ("columns", "train_on", "train_on_end_of_turn")
@@ -57,11 +57,12 @@ def data_flags_have_effect(facts: Facts) -> Violations:
     source = facts.config.data.source
     like_jsonl = source if source in SOURCES else "jsonl"  # a source of a package reads files too
     owners = {
-        "text_field": ("jsonl", "parquet", "huggingface"),
+        "text_field": ("jsonl", "csv", "parquet", "huggingface"),
+        "bad_rows": ("jsonl", "csv", "parquet"),
         "name": ("huggingface",),
         "split": ("huggingface",),
         "virtual_shards": ("huggingface",),
-        "shuffle": ("stdlib", "text", "jsonl", "parquet", "tokens"),
+        "shuffle": ("stdlib", "text", "jsonl", "csv", "parquet", "tokens"),
     }
     vain = {f"data.{name}": sources[0] for name, sources in owners.items() if like_jsonl not in sources}
     reason = f" with data.source {source}"
@@ -101,15 +102,25 @@ def chat_reads_conversations(facts: Facts) -> Violations:
             why="weights of --checkpoint.init_from come with their tokenizer; without it all weights start at random"
             if is_drawn
             else "",
-            fix="--tokenizer.path DIR, with tokenizer.json and chat_template.jinja",
+            fix=("--checkpoint.init_from MODEL, or " if is_drawn else "")
+            + "--tokenizer.path DIR, with tokenizer.json and chat_template.jinja",
         )
-    if len(data.columns) > 2 or len({*data.columns}) < len(data.columns):
+    names = data.named_columns
+    if len(names) > 2 or len({*names}) < len(names):
         yield ConfigError(
-            f"data.columns {', '.join(data.columns)} must be one or two columns.",
+            f"data.columns {', '.join(names)} must be one or two columns.",
             where=facts.flag("data.columns"),
             why="a conversation is a list of messages, or a prompt and its completion",
-            fix=" ".join(f"--data.columns {shlex.quote(name)}" for name in dict.fromkeys(data.columns[:2])),
+            fix=" ".join(f"--data.columns {shlex.quote(name)}" for name in dict.fromkeys(names[:2])),
         )
+    for name, meaning in data.meanings.items():
+        if not name or meaning not in MEANINGS:
+            yield ConfigError(
+                f"data.columns {name}={meaning} has no known meaning.",
+                where=facts.flag("data.columns"),
+                why=f"a name of the files can stand for {', '.join(MEANINGS)}",
+                fix=f"e.g. --data.columns {shlex.quote(name or 'NAME')}=messages",
+            )
 
 
 def chat_flags_have_effect(facts: Facts) -> Violations:

@@ -36,7 +36,7 @@ def open_cached(
     tries and fails with the same error.
 
     Args:
-        data: the section; ``source`` is stdlib, text, jsonl or parquet.
+        data: the section; ``source`` is stdlib, text, jsonl, csv or parquet.
         config: section that ``tokenizer`` was built from.
         tokenizer: the tokenizer.
         flag: flag that ``data.path`` came from, for messages.
@@ -54,6 +54,8 @@ def open_cached(
         content = [CHAT_VERSION, data.source, chat_encoder(data, config, tokenizer).fingerprint]
     if version:
         content.append(version)
+    if data.bad_rows == "skip":
+        content.append("skip")
     content += [tokenizer.fingerprint, *digests]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     folder = root / "tokens" / key

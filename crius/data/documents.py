@@ -11,12 +11,12 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from crius import plugins
 from crius.config.data import DataConfig, check_source
 from crius.data.chat.conversations import LISTS, PAIRS
-from crius.data.rows import COMPRESSED, checked_text, decode, json_kind, json_lines, parquet_rows, reading
+from crius.data.rows import COMPRESSED, checked_text, decode, json_kind, read_rows, reading, value_of
 from crius.errors import CriusError, DataError
 
 
@@ -99,12 +99,12 @@ class FileKind:
     Attributes:
         suffix: suffix, with its dot, of the files that are taken from a folder.
         read: function of ``(file, data.text_field)`` that yields the documents of one file, in order. It may yield a
-            long document as several pieces. It raises DataError if the file is bad.
+            long document as several pieces. It raises DataError if the file is bad, and may yield one for a bad row.
         version: must change when ``read`` gives other documents for the same file, so that they are tokenised again.
     """
 
     suffix: str
-    read: Callable[[Path, str], Iterator[Piece]]
+    read: Callable[[Path, str], Iterator[Piece | DataError]]
     version: str = ""
 
     def __post_init__(self) -> None:
@@ -141,8 +141,7 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
                 f"source stdlib takes no path, but got {data.path[0]}.", where=flag, fix="--data.source text, or jsonl"
             )
         return _stdlib_files()
-    suffix = kind_of(data.source).suffix
-    suffixes = (suffix, *(suffix + end for end in COMPRESSED)) if data.source == "jsonl" else (suffix,)
+    suffixes = suffixes_of(data.source)
     if not data.path:
         raise DataError(f"source {data.source} needs files.", where=flag, fix=f"{flag} FILE (repeat it for more)")
     found = {file for pattern in data.path for file in _matches(pattern, suffixes, flag)}
@@ -156,12 +155,20 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
     return tuple(sorted(found))
 
 
-def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece]:
+def suffixes_of(source: str) -> tuple[str, ...]:
+    """Suffixes of the files that a source takes from a folder."""
+    suffixes = _SUFFIXES.get(source) or (kind_of(source).suffix,)
+    packed = [suffix + end for suffix in suffixes for end in COMPRESSED if source in _SUFFIXES]
+    return (*suffixes, *packed)
+
+
+def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece | DataError]:
     """Read the documents of ``files``, in order, in bounded memory. Empty documents are left out.
 
+    A row without the text is given as a DataError that names file and line.
+
     Raises:
-        DataError: a file cannot be read, is not UTF-8, or has a line that is not an object with the text; names file
-            and line.
+        DataError: a file cannot be read, or is not UTF-8.
     """
     read = kind_of(data.source).read
     if data.source not in KINDS:
@@ -171,12 +178,15 @@ def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece]:
 
 
 def _foreign_pieces(
-    read: Callable[[Path, str], Iterator[Piece]], source: str, file: Path, text_field: str
-) -> Iterator[Piece]:
+    read: Callable[[Path, str], Iterator[Piece | DataError]], source: str, file: Path, text_field: str
+) -> Iterator[Piece | DataError]:
     """Read the documents of ``file`` by a package. Any problem with them, or with the package's code, is one error."""
     is_open = False
     try:
         for piece in read(file, text_field):
+            if isinstance(piece, DataError):
+                yield piece
+                continue
             text, ends_document = piece
             text.encode()  # fails for a lone surrogate
             if text or (is_open and ends_document):
@@ -208,7 +218,7 @@ def document_text(row: object, field: str, where: str) -> str:
 
     Args:
         row: a decoded JSON line, or a row of a dataset.
-        field: key of the text.
+        field: key of the text; its dots may lead into objects.
         where: file and line, or dataset and document, for messages.
 
     Raises:
@@ -216,17 +226,30 @@ def document_text(row: object, field: str, where: str) -> str:
     """
     if not isinstance(row, Mapping):
         raise DataError(f"the record is {json_kind(row)}, not an object with a key {field!r}.", where=where)
-    if field not in row:
-        texts = [key for key, value in row.items() if isinstance(value, str)]
-        choice = difflib.get_close_matches(field, list(map(str, row)), n=1, cutoff=0.5) or texts
+    try:
+        text = value_of(row, field)
+    except KeyError:
+        names = list(_names_of_texts(row))
+        choice = difflib.get_close_matches(field, names, n=1, cutoff=0.5) or names
         fix = f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key of the text"
+        lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
         if any({*keys} <= {*row} for keys in (*zip(LISTS), *PAIRS)):
-            fix = f"--data.format chat if these are conversations, in jsonl or parquet files; else {fix}"
+            fix = f"--data.format chat if these are conversations, in files with rows; else {fix}"
+        elif lists:
+            fix = f"--data.columns {lists[0]} if these are conversations"
         raise DataError(
             f"the record has no key {field!r}; its keys: {', '.join(map(str, row)) or 'none'}.", where=where, fix=fix
-        )
-    text = row[field]
+        ) from None
     return checked_text(text, f"the value of {field!r}", where)
+
+
+def _names_of_texts(row: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Keys of the texts in a row and in its objects."""
+    for key, value in row.items():
+        if isinstance(value, str):
+            yield f"{prefix}{key}"
+        elif isinstance(value, Mapping) and not prefix:
+            yield from _names_of_texts(value, f"{key}.")
 
 
 def _stdlib_files() -> tuple[Path, ...]:
@@ -274,8 +297,10 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
 
 def _files_of_folder(folder: Path, suffixes: Sequence[str], flag: str) -> list[Path]:
     suffix = suffixes[0]
-    patterns = [f"{glob.escape(str(folder))}/**/*{ending}" for ending in suffixes]
+    patterns = [f"{glob.escape(str(folder))}/**/*{ending}" for ending in (*suffixes, ".json")]
     there = [pattern for pattern in patterns if any(file.is_file() for file in matches(Path(pattern)))]
+    if suffix != ".jsonl" or len(there) > 1:
+        there = [pattern for pattern in there if pattern != patterns[-1]]  # others describe the data, if there is any
     try:
         return [file for pattern in there or patterns[:1] for file in _matches(pattern, suffixes, flag)]
     except DataError:
@@ -333,25 +358,28 @@ def _cut(content: bytes) -> int:
     return last
 
 
-def _jsonl_pieces(file: Path, field: str) -> Iterator[Piece]:
-    for row, number in json_lines(file):
-        if text := document_text(row, field, f"{file}:{number}"):
-            yield Piece(text, True)
-
-
-def _parquet_pieces(file: Path, field: str) -> Iterator[Piece]:
+def _row_pieces(source: str, file: Path, field: str) -> Iterator[Piece | DataError]:
     def choose(names: list[str]) -> list[str]:
-        document_text({name: "" for name in names}, field, str(file))  # raises if the column is missing
+        top = field.partition(".")[0]
+        if field not in names and top in names:
+            return [top]
+        document_text(dict.fromkeys(names, ""), field, str(file))  # raises if the column is missing
         return [field]
 
-    for row, number in parquet_rows(file, choose):
-        if text := document_text(row, field, f"{file}, row {number}"):
-            yield Piece(text, True)
+    def convert(row: object, where: str) -> Piece | None:
+        text = document_text(row, field, where)
+        return Piece(text, True) if text else None
 
+    yield from read_rows(source, file, choose, convert)
+
+
+_SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "csv": (".csv", ".tsv")}
+"""Suffixes of sources whose files may be compressed. If a folder has none of jsonl, its .json files are taken."""
 
 KINDS = {
     "stdlib": FileKind(suffix=".py", read=_stdlib_pieces),
     "text": FileKind(suffix=".txt", read=_text_pieces),
-    "jsonl": FileKind(suffix=".jsonl", read=_jsonl_pieces),
-    "parquet": FileKind(suffix=".parquet", read=_parquet_pieces),
+    "jsonl": FileKind(suffix=".jsonl", read=functools.partial(_row_pieces, "jsonl")),
+    "csv": FileKind(suffix=".csv", read=functools.partial(_row_pieces, "csv")),
+    "parquet": FileKind(suffix=".parquet", read=functools.partial(_row_pieces, "parquet")),
 }

@@ -28,6 +28,7 @@ from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import BLOCK_BYTES, BlockHasher
 from crius.data.documents import describe, find_files
 from crius.data.meta import CHAT_VERSION, DTYPES, FORMAT_VERSION, META, TokenMeta
+from crius.data.rows import BAD_ROWS
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
 from crius.data.work import Encode, Encoded, Work, work_on
@@ -43,7 +44,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
     """Tokenise ``data`` into the new folder ``out``.
 
     Args:
-        data: the section; ``source`` is stdlib, text, jsonl or parquet.
+        data: the section; ``source`` is stdlib, text, jsonl, csv or parquet.
         tokenizer: section with the tokenizer.
         out: a folder that does not exist or is empty.
         num_workers: number of processes; the written bytes do not depend on it.
@@ -57,13 +58,13 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
             f"source {data.source} cannot be prepared.",
             where="--data.source",
             why=why,
-            fix="--data.source stdlib, text, jsonl or parquet",
+            fix="--data.source stdlib, text, jsonl, csv or parquet",
         )
-    if data.format == "chat" and data.source not in ("jsonl", "parquet"):
+    if data.format == "chat" and data.source not in ("jsonl", "csv", "parquet"):
         raise DataError(
             f"source {data.source} has no conversations.",
             where="--data.source",
-            fix="--data.source jsonl or parquet, or --data.format documents",
+            fix="--data.source jsonl, csv or parquet, or --data.format documents",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
@@ -86,7 +87,7 @@ def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_worke
         with _temporary_folder(out) as temporary:
             chunks = _encode_all(work, temporary, num_workers)
             with contextlib.closing(chunks) as encoded:
-                meta = _write(temporary, encoded, tokenizer, source, work.fingerprint)
+                meta = _write(temporary, encoded, tokenizer, source, work)
             _sync(temporary)
             temporary.rename(out)
             _sync(out.parent)
@@ -136,7 +137,8 @@ def _locked(folder: Path, flag: int = 0) -> Iterator[None]:
         os.close(handle)
 
 
-def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str, fingerprint: str) -> TokenMeta:
+def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str, work: Work) -> TokenMeta:
+    fingerprint = work.fingerprint
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     names = (TOKENS, DOCUMENTS, TOKEN_BYTES, *([TARGETS] if fingerprint else []))
     hashes = {name: hashlib.sha256() for name in names}
@@ -156,6 +158,10 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         tokens, documents = (stack.enter_context((folder / name).open("wb")) for name in (TOKENS, DOCUMENTS))
         targets = stack.enter_context((folder / TARGETS).open("wb")) if fingerprint else None
         for chunk in encoded:
+            for error in chunk.errors:
+                work.refusals.refuse(error)
+            if not len(chunk.ends):
+                continue
             put(tokens, TOKENS, chunk.tokens.astype(DTYPES[dtype]))
             if targets and chunk.targets is not None:
                 put(targets, TARGETS, chunk.targets.astype(np.uint8))
@@ -166,6 +172,10 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
             largest = max(largest, int(chunk.tokens.max(initial=0)))
             num_tokens = num_tokens + len(chunk.tokens)
             num_documents = num_documents + len(starts)
+    bad_rows = work.refusals.text()
+    if bad_rows:
+        (folder / BAD_ROWS).write_text(bad_rows, encoding="utf-8", errors="backslashreplace")
+        _sync(folder / BAD_ROWS)
     if not num_documents:
         what = "conversation" if fingerprint else "document with text"
         raise DataError(f"the corpus is empty: no {what} in {source}.", where="--data.path")

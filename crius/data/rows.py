@@ -1,17 +1,21 @@
-"""Reads rows of files: lines of JSON, plain or compressed, and rows of parquet, with one clear error for
-each problem.
+"""Reads rows of files: JSON in lines or in one array, CSV and parquet, with one clear error for each problem. An error
+of a single row takes the place of the row.
 """
 
 import contextlib
+import csv
 import gzip
 import io
+import itertools
 import json
+import re
 import shlex
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from crius.errors import DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
@@ -22,11 +26,96 @@ MAX_LINE_BYTES = 256 << 20
 COMPRESSED = (".gz", ".zst")
 """Suffixes of files that are decompressed while they are read."""
 
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
+"""First bytes of gzip, zstd, bzip2, xz and zip."""
+
+_DELIMITERS = ",;\t|"
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+T = TypeVar("T")
+
 _ROWS = 256
 """Rows of a parquet file that are in memory as Python objects at a time."""
 
 _BLOCK = 4096
 """Bytes that are decompressed at a time: zstd expands them to at most 32,768 times as many."""
+
+
+BAD_ROWS = "bad_rows.txt"
+"""File of a token folder that lists the rows that are not in it. Lines with ``# `` count them by reason."""
+
+_MOST_REASONS = 10
+
+
+class Refusals:
+    """Rows that cannot be used. The first one is an error, unless such rows are left out, counted and listed.
+
+    Args:
+        skips: leave out such rows, up to 1 % of all rows, or up to 1 row.
+    """
+
+    def __init__(self, *, skips: bool) -> None:
+        self._skips = skips
+        self._num_rows = 0
+        self._errors: list[DataError] = []
+
+    def accepted(self, rows: Iterable[T | DataError]) -> Iterator[T]:
+        """The rows that can be used.
+
+        Raises:
+            DataError: a row cannot be used, and such rows are not left out.
+        """
+        for row in rows:
+            if isinstance(row, DataError):
+                self.refuse(row)
+            else:
+                yield row
+            self._num_rows += 1
+
+    def refuse(self, error: DataError) -> None:
+        """Leave out the row that ``error`` is about.
+
+        Raises:
+            DataError: such rows are not left out.
+        """
+        if self._skips:
+            self._errors.append(error)
+        elif self._num_rows:
+            fix = f"{error.fix}, or --data.bad_rows skip leaves out such rows" if error.fix else "--data.bad_rows skip"
+            raise DataError(error.what, where=error.where, why=error.why, fix=fix) from error
+        else:  # most likely all rows are like the first one
+            raise error
+
+    def text(self) -> str:
+        """The content of ``BAD_ROWS``; empty if no row was left out.
+
+        Raises:
+            DataError: too many rows were left out.
+        """
+        if not self._errors:
+            return ""
+        reasons = Counter(re.sub(r"[\d,]*\d", "N", error.what) for error in self._errors)
+        counted = [f"{count:,}: {reason}" for reason, count in reasons.most_common(_MOST_REASONS)]
+        share = f"{len(self._errors):,} of {self._num_rows:,} rows"
+        first = self._errors[0]
+        if len(self._errors) > max(1, self._num_rows // 100):
+            raise DataError(
+                f"{share} cannot be used; at most 1 % of the rows, or one row, can be left out.",
+                where=first.where,
+                why="; ".join(counted),
+                fix=first.fix or "correct these rows",
+            )
+        head = [f"# {line}" for line in (f"{share} are left out, listed in {BAD_ROWS}", *counted)]
+        return "\n".join([*head, *(f"{error.where}\t{error.what}" for error in self._errors)]) + "\n"
+
+
+def left_out(folder: Path) -> str:
+    """The content of ``BAD_ROWS`` in a token folder; empty if it lacks no row."""
+    file = folder / BAD_ROWS
+    if not file.exists():
+        return ""
+    with reading(file):
+        return file.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
@@ -54,7 +143,7 @@ def decode(content: bytes, file: Path, line: int, offset: int) -> str:
         text = content.decode()
     except UnicodeDecodeError as error:
         line += content.count(b"\n", 0, error.start)
-        compressed = content.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")) and offset == 0
+        compressed = content.startswith(_PACKED) and offset == 0
         encoding = "UTF-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) and offset == 0 else "LATIN1"
         name = shlex.quote(str(file))
         raise DataError(
@@ -67,33 +156,182 @@ def decode(content: bytes, file: Path, line: int, offset: int) -> str:
     return text.removeprefix("\ufeff") if offset == 0 else text
 
 
-def json_lines(file: Path) -> Iterator[tuple[object, int]]:
-    """The JSON value of each line that is not blank, with the number of the line, from 1.
+class Line(NamedTuple):
+    """A line of a file: its bytes, its number from 1, and the bytes before it."""
+
+    content: bytes
+    number: int
+    offset: int
+
+
+def read_rows(
+    source: str, file: Path, choose: Callable[[list[str]], Sequence[str]], convert: Callable[[Any, str], T | None]
+) -> Iterator[T | DataError]:
+    """What ``convert`` makes of each row of a file, in order, or why the row cannot be used.
+
+    Args:
+        source: jsonl, csv or parquet.
+        file: path of the file.
+        choose: as for ``parquet_rows``.
+        convert: function of a row and its place, such as ``FILE:LINE``; None leaves the row out. It raises DataError.
+
+    Raises:
+        DataError: the file cannot be read further.
+        EnvironmentError: a package is missing.
+    """
+    place = f"{file}:"
+    if source == "parquet":
+        place = f"{file}, row "
+        rows: Iterator[tuple[object, int]] = parquet_rows(file, choose)
+    elif source == "csv":
+        rows = csv_rows(file)
+    else:
+        rows = json_rows(file)
+    for row, number in rows:
+        try:
+            if isinstance(row, DataError):
+                raise row
+            converted = convert(row, f"{place}{number}")
+        except DataError as error:
+            yield error
+            continue
+        if converted is not None:
+            yield converted
+
+
+def json_rows(file: Path) -> Iterator[tuple[object, int]]:
+    """The JSON value of each line that is not blank, or of each item if the file is one array, with its line from 1.
+
+    In place of a line that is not UTF-8 or not JSON it yields a DataError.
 
     Args:
         file: path of a plain file, or of a compressed one if its suffix is in ``COMPRESSED``.
 
     Raises:
-        DataError: the file cannot be read or decompressed, is not UTF-8, or a line is too long or not JSON.
+        DataError: the file cannot be read or decompressed, a line is too long, or an array is damaged.
         EnvironmentError: the package that decompresses it is missing.
     """
-    offset = 0
-    number = 0
     with reading(file), _open(file) as opened:
-        while content := opened.readline(MAX_LINE_BYTES + 1):
-            number += 1
+        lines = (line for line in _lines(file, opened) if line.content.strip())
+        head = list(itertools.islice(lines, 2))
+        if head and head[0].content.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+            is_broken = isinstance(_json_line(file, head[0]), DataError)
+            if is_broken or len(head) == 1:
+                between = b"\n" * (head[-1].number - head[0].number - 1)
+                content = between.join(line.content for line in head) + opened.read(MAX_LINE_BYTES)
+                yield from _array(file, Line(content, head[0].number, head[0].offset))
+                return
+        for line in itertools.chain(head, lines):
+            yield _json_line(file, line), line.number
+
+
+def csv_rows(file: Path) -> Iterator[tuple[object, int]]:
+    """The fields of each row of a CSV or TSV file by the names in its first row, with the line where the row begins.
+
+    The delimiter is the tab in ``.tsv``, else the one of comma, semicolon, tab and bar that the first row has most of.
+    In place of a row that does not fit the first one it yields a DataError. Arguments and errors: see ``json_rows``.
+    """
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with reading(file), _open(file) as opened:
+        lines = (decode(line.content, file, line.number, line.offset) for line in _lines(file, opened))
+        first = next(lines, "")
+        delimiter = "\t" if ".tsv" in file.suffixes else max(_DELIMITERS, key=first.count)
+        reader = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+        names: list[str] = []
+        while True:
+            number = reader.line_num + 1
             where = f"{file}:{number}"
-            if len(content) > MAX_LINE_BYTES:
-                raise DataError(
-                    f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB.",
-                    where=where,
-                    why="jsonl has one JSON object per line, and a line is held in memory",
-                    fix="jq -c . FILE writes one object per line; for plain text --data.source text",
-                )
-            line = decode(content, file, number, offset)
-            offset += len(content)
-            if line.strip():
-                yield _json(line, where), number
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                what = f"the row is not CSV: {error}."
+                yield DataError(what, where=where, fix='write a " in a quoted field as ""'), number
+                continue
+            if not names:
+                names = [name.strip() for name in fields]
+                if twice := [name for name in names if names.count(name) > 1]:
+                    raise DataError(f"two columns are called {twice[0]!r}.", where=where, fix="rename one of them")
+            elif len(fields) == len(names):
+                yield dict(zip(names, fields, strict=True)), number
+            elif fields:
+                what = f"the row has {len(fields)} fields, but the first row of the file names {len(names)}."
+                fix = f"quote fields that contain {delimiter!r} or a line break"
+                yield DataError(what, where=where, fix=fix), number
+
+
+def _lines(file: Path, opened: BinaryIO) -> Iterator[Line]:
+    offset = 0
+    for number in itertools.count(1):
+        content = opened.readline(MAX_LINE_BYTES + 1)
+        if not content:
+            return
+        if len(content) > MAX_LINE_BYTES:
+            raise DataError(
+                f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB.",
+                where=f"{file}:{number}",
+                why="jsonl has one JSON object per line, and a line is held in memory",
+                fix="jq -c . FILE writes one object per line; for plain text --data.source text",
+            )
+        yield Line(content, number, offset)
+        offset += len(content)
+
+
+def _json_line(file: Path, line: Line) -> object:
+    """The value of a line, or the DataError that says why it has none."""
+    try:
+        return _json(decode(line.content, file, line.number, line.offset), f"{file}:{line.number}")
+    except DataError as error:
+        return error
+
+
+def _array(file: Path, whole: Line) -> Iterator[tuple[object, int]]:
+    """The items of the JSON array that begins in this line, to the end of the file."""
+    if len(whole.content) > MAX_LINE_BYTES:
+        raise DataError(
+            f"the array is longer than {MAX_LINE_BYTES >> 20} MiB.",
+            where=str(file),
+            why="it is held in memory",
+            fix=f"jq -c '.[]' {shlex.quote(str(file))} > {shlex.quote(f'{file}l')}, and give that file",
+        )
+    text = decode(whole.content, file, whole.number, whole.offset)
+    place = text.index("[")
+    number = whole.number
+    decoder = json.JSONDecoder()
+    is_first = True
+    try:
+        while True:
+            start = _space(text, place + 1)
+            if is_first and text[start : start + 1] == "]":
+                place = start
+                break
+            is_first = False
+            value, end = decoder.raw_decode(text, start)
+            number += text.count("\n", place, start)
+            yield value, number
+            number += text.count("\n", start, end)
+            place = _space(text, end)
+            number += text.count("\n", end, place)
+            if text[place : place + 1] != ",":
+                break
+        if text[place : place + 1] != "]" or _space(text, place + 1) < len(text):
+            raise json.JSONDecodeError("Expecting ',' or the end of the array", text, place)
+    except (ValueError, RecursionError) as error:
+        what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        line = whole.number - 1 + error.lineno if isinstance(error, json.JSONDecodeError) else number
+        raise DataError(
+            f"the array is not JSON: {what}.",
+            where=f"{file}:{line}",
+            fix="download the file again if it is cut; jsonl has one JSON object per line, or one array",
+        ) from error
+
+
+def _space(text: str, place: int) -> int:
+    """The first place from ``place`` on that is not white space."""
+    found = _SPACE.match(text, place)
+    assert found
+    return found.end()
 
 
 def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> Iterator[tuple[dict[str, Any], int]]:
@@ -130,11 +368,17 @@ def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> It
 
 
 def checked_text(text: object, what: str, where: str) -> str:
-    """Return ``text`` if it is valid Unicode text.
+    """Return ``text``, decoded if it is bytes in UTF-8.
 
     Raises:
         DataError: it is not text, or has a lone surrogate.
     """
+    if isinstance(text, bytes):
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            what = f"{what} is bytes that are not UTF-8: 0x{text[error.start]:02x} at byte {error.start}."
+            raise DataError(what, where=where, fix="write the column as text") from error
     if not isinstance(text, str):
         raise DataError(f"{what} is {json_kind(text)}, not text.", where=where)
     try:
@@ -150,7 +394,23 @@ def checked_text(text: object, what: str, where: str) -> str:
 def json_kind(value: object) -> str:
     """A name of the kind of a JSON value, for messages."""
     kinds = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null", "bool": "true or false"}
+    kinds["bytes"] = "bytes"
     return kinds.get(type(value).__name__, f"a number ({value})" if isinstance(value, int | float) else "no JSON value")
+
+
+def value_of(row: Mapping[Any, Any], name: str) -> Any:
+    """The value of a key of a row. If there is no such key, the dots of ``name`` lead into objects.
+
+    Raises:
+        KeyError: there is no such value.
+    """
+    if name in row:
+        return row[name]
+    first, _, rest = name.partition(".")
+    inner = row[first]
+    if not rest or not isinstance(inner, Mapping):
+        raise KeyError(name)
+    return value_of(inner, rest)
 
 
 def _json(line: str, where: str) -> object:
@@ -160,7 +420,7 @@ def _json(line: str, where: str) -> object:
         raise DataError(
             f"the line is not JSON: {error.msg} at column {error.colno}.",
             where=where,
-            fix="jsonl has one JSON object per line; for plain text --data.source text",
+            fix="jsonl has one JSON object per line (jq -c . FILE writes them); for plain text --data.source text",
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise DataError(f"the line is not JSON that can be read: {error}.", where=where) from error

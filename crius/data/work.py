@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from crius.config.data import DataConfig, TokenizerConfig
-from crius.data.chat.conversations import read_conversations
+from crius.data.chat.conversations import Conversation, read_conversations
 from crius.data.chat.mask import ChatEncoder
 from crius.data.chat.template import read_template, special_tokens
 from crius.data.documents import Piece, read_pieces
+from crius.data.rows import Refusals
 from crius.data.source import TokenArray
 from crius.data.tokenizer import Tokenizer, build_tokenizer
+from crius.errors import DataError
 
 CHUNK_CHARACTERS = 4 << 20
 CHUNK_PIECES = 4096
@@ -26,13 +28,15 @@ class Encoded(NamedTuple):
     """Tokens of some pieces, including end-of-document ids. ``lengths`` has the tokens of each piece, and ``ends``
     whether it ends a document.
 
-    For samples of conversations, ``targets`` marks the tokens to predict.
+    For samples of conversations, ``targets`` marks the tokens to predict, and ``errors`` has one for each conversation
+    that is left out.
     """
 
     tokens: TokenArray
     lengths: npt.NDArray[np.int64]
     ends: npt.NDArray[np.bool_]
     targets: npt.NDArray[np.bool_] | None = None
+    errors: tuple[DataError, ...] = ()
 
 
 class SampleEncoder(Protocol):
@@ -44,8 +48,8 @@ class SampleEncoder(Protocol):
 
     fingerprint: str
 
-    def encode(self, conversations: Iterable[Any]) -> Iterable[tuple[TokenArray, npt.NDArray[np.bool_]]]:
-        """Ids ``(n,)`` of each conversation, and a bool ``(n,)`` for the ids to predict."""
+    def encode(self, conversations: Iterable[Any]) -> Iterable[tuple[TokenArray, npt.NDArray[np.bool_]] | DataError]:
+        """Ids ``(n,)`` of each conversation, and a bool ``(n,)`` for the ids to predict; or why it is left out."""
 
 
 Encode: TypeAlias = Callable[[list[Any]], Encoded]
@@ -60,12 +64,14 @@ class Work(NamedTuple):
         encode: function that encodes a chunk in this process.
         make: function that makes ``encode`` in another process; it can be sent there.
         fingerprint: fingerprint of the ``SampleEncoder``; empty for documents.
+        refusals: rows that cannot be used.
     """
 
     chunks: Iterable[list[Any]]
     encode: Encode
     make: Callable[[], Encode]
     fingerprint: str = ""
+    refusals: Refusals = Refusals(skips=False)
 
 
 def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
@@ -82,16 +88,25 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
 
 def encode_samples(encoder: SampleEncoder, chunk: list[Any]) -> Encoded:
     """The samples of the conversations, in order."""
-    samples = [(np.asarray(ids), np.asarray(is_target, dtype=np.bool_)) for ids, is_target in encoder.encode(chunk)]
+    found = list(encoder.encode(chunk))
+    errors = tuple(one for one in found if isinstance(one, DataError))
+    given = [one for one in found if not isinstance(one, DataError)]
+    samples = [(np.asarray(ids), np.asarray(is_target, dtype=np.bool_)) for ids, is_target in given]
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
     assert lengths.all() and all(len(ids) == len(is_target) for ids, is_target in samples), "a sample has tokens"
-    tokens, targets = (np.concatenate(parts) for parts in zip(*samples, strict=True))
-    return Encoded(tokens, lengths, np.ones(len(samples), dtype=np.bool_), targets)
+    nothing = np.empty(0, dtype=np.uint16)
+    tokens = np.concatenate([nothing, *(ids for ids, _ in samples)])
+    targets = np.concatenate([nothing.astype(np.bool_), *(is_target for _, is_target in samples)])
+    return Encoded(tokens, lengths, np.ones(len(samples), dtype=np.bool_), targets, errors)
 
 
-def document_work(pieces: Iterable[Piece], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
-    """Work on documents, each followed by the end-of-document id."""
-    return Work(_chunks(pieces), partial(encode_chunk, tokenizer), partial(_document_encoder, config))
+def document_work(
+    pieces: Iterable[Piece | DataError], tokenizer: Tokenizer, config: TokenizerConfig, *, skips: bool = False
+) -> Work:
+    """Work on documents, each followed by the end-of-document id. ``skips``: see ``Refusals``."""
+    refusals = Refusals(skips=skips)
+    chunks = _chunks(refusals.accepted(pieces))
+    return Work(chunks, partial(encode_chunk, tokenizer), partial(_document_encoder, config), refusals=refusals)
 
 
 def chat_work(data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
@@ -101,15 +116,31 @@ def chat_work(data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, con
         DataError: the tokenizer has no chat template.
     """
     encoder = chat_encoder(data, config, tokenizer)
-    chunks = _batched(encoder.counted(read_conversations(data, files)), CHUNK_CONVERSATIONS)
-    return Work(chunks, partial(encode_samples, encoder), partial(_sample_encoder, data, config), encoder.fingerprint)
+    refusals = Refusals(skips=data.bad_rows == "skip")
+    conversations = encoder.counted(refusals.accepted(read_conversations(data, files)))
+    return Work(
+        chunks=_batched(conversations, CHUNK_CONVERSATIONS),
+        encode=partial(encode_samples, encoder),
+        make=partial(_sample_encoder, data, config),
+        fingerprint=encoder.fingerprint,
+        refusals=refusals,
+    )
 
 
 def work_on(data: DataConfig, files: tuple[Path, ...], tokenizer: Tokenizer, config: TokenizerConfig) -> Work:
     """Work on the documents or conversations of ``files``, by ``data.format``."""
     if data.format == "chat":
         return chat_work(data, files, tokenizer, config)
-    return document_work(read_pieces(data, files), tokenizer, config)
+    return document_work(read_pieces(data, files), tokenizer, config, skips=data.bad_rows == "skip")
+
+
+def read_records(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Conversation | Piece | DataError]:
+    """What each row of ``files`` becomes, in order, by ``data.format``, or why it cannot be used.
+
+    Raises:
+        DataError: a file cannot be read further.
+    """
+    return read_conversations(data, files) if data.format == "chat" else read_pieces(data, files)
 
 
 def chat_encoder(data: DataConfig, config: TokenizerConfig, tokenizer: Tokenizer) -> ChatEncoder:

@@ -18,6 +18,7 @@ from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown, to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
+from crius.data.rows import BAD_ROWS
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, source_digest
 from crius.data.show import preview
 from crius.errors import LayoutError
@@ -386,6 +387,10 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
         log.info("%s", line)
     if job.ranks.rank == 0:
         log_save_plan(config, run_dir)
+        if corpus.bad_rows:
+            listing = run_dir / "data" / BAD_ROWS
+            listing.parent.mkdir(exist_ok=True)
+            listing.write_text(corpus.bad_rows, encoding="utf-8")
         for line in preview(corpus.train, corpus.tokenizer) if config.data.format == "chat" else ():
             log.info("%s", line, extra={MARKED: True})
 

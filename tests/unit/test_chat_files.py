@@ -11,6 +11,7 @@ import pytest
 from crius.config.data import DataConfig
 from crius.data.chat.conversations import read_conversations
 from crius.data.documents import find_files, read_pieces
+from crius.data.rows import Refusals
 from crius.errors import DataError, EnvironmentError
 
 HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -24,7 +25,7 @@ def zstd(content):
 
 def read(path, source="jsonl", **settings):
     data = DataConfig(format="chat", source=source, path=(str(path),), **settings)
-    return list(read_conversations(data, find_files(data)))
+    return list(Refusals(skips=False).accepted(read_conversations(data, find_files(data))))
 
 
 def write(path, *values):
@@ -108,7 +109,7 @@ FORMS = {
 def test_a_conversation_is_read_in_every_form(form, tmp_path):
     row, settings, want = FORMS[form]
     (found,) = read(write(tmp_path / "a.jsonl", row), **settings)
-    assert shown(found) == want and found.tools is None and found.where == f"{tmp_path / 'a.jsonl'}, line 1"
+    assert shown(found) == want and found.tools is None and found.where == f"{tmp_path / 'a.jsonl'}:1"
 
 
 @pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
@@ -174,7 +175,7 @@ def test_a_bad_row_is_one_error_with_file_and_row(what, tmp_path):
         read(file)
     error = caught.value
     assert words in f"{error.what} {error.why}"
-    assert error.where in (f"{file}, line 3", f"{file}:3")
+    assert error.where == f"{file}:3"
 
 
 def test_a_column_that_is_missing_is_named_with_those_that_are_there(tmp_path):
@@ -202,7 +203,7 @@ def test_compressed_files_are_read_and_a_cut_or_damaged_one_is_an_error(kind, tm
     content = pack(line * 500) + pack(b"".join(json.dumps(GOOD | {"id": n}).encode() + b"\n" for n in range(500)))
     file = tmp_path / f"a.jsonl.{kind}"
     file.write_bytes(content)
-    assert [found.where for found in read(tmp_path)][-1] == f"{file}, line 1000"
+    assert [found.where for found in read(tmp_path)][-1] == f"{file}:1000"
     for broken in (content[:-9], content[: len(content) // 2]):
         file.write_bytes(broken)
         with pytest.raises(DataError, match="ends in the middle") as caught:
@@ -254,7 +255,7 @@ def test_parquet_has_what_its_rows_have_and_no_more(tmp_path):
         ({"at": b"x"}, "'at' of message 1 is of type bytes"),
         ({"at": decimal.Decimal("1.5")}, "'at' of message 1 is of type Decimal"),
         ({"role": b"x"}, "message 1 has the unknown role b'x'"),
-        ({"content": b"x"}, "the content of message 1 is no JSON value"),
+        ({"content": b"\xff"}, "the content of message 1 is bytes that are not UTF-8"),
         ({"weight": decimal.Decimal(2)}, "message 1 has the weight"),
         ({"weight": decimal.Decimal(0), "train": True}, 'message 1 says .* it is not: {"weight": 0, "train": true}'),
     ],

@@ -1,27 +1,26 @@
-"""Reads conversations from jsonl and parquet files. All formats become one form."""
+"""Reads conversations from files with rows. All formats become one form."""
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crius.config.data import DataConfig
-from crius.data.rows import checked_text, json_kind, json_lines, parquet_rows
+from crius.config.data import ROLES, DataConfig
+from crius.data.rows import checked_text, json_kind, read_rows, value_of
 from crius.errors import DataError
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Known roles. A template may support only some of them."""
 
 SHAREGPT = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
     "observation": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's names of roles."""
+"""Names of roles in ShareGPT and elsewhere."""
 
 LISTS = ("messages", "conversations")
 PAIRS = (
@@ -35,6 +34,10 @@ PAIRS = (
 
 _BESIDE = ("input", "context", "history", "system_prompt")
 """Columns that, in addition to a pair, would belong to the question."""
+
+_USED = ("system", "tools")
+_OF_ROWS = ("messages", "prompt", "completion", *_USED)
+"""Columns that are used in addition, and the meanings that a column can have."""
 
 _MARKS = {"weight": True, "train": True, "loss": True, "masked": False}
 """Keys that say whether the loss is on a message, with the value of a message that is trained on."""
@@ -66,53 +69,98 @@ def is_trained(message: Mapping[str, Any]) -> bool:
     return bool(message.get("weight", message["role"] == "assistant"))
 
 
-def read_conversations(data: DataConfig, files: Sequence[Path]) -> Iterator[Conversation]:
+def read_conversations(data: DataConfig, files: Sequence[Path]) -> Iterator[Conversation | DataError]:
     """Read the conversations of ``files``, in order, in bounded memory.
 
+    A row without a conversation is given as a DataError that names file and row.
+
     Args:
-        data: the section; ``source`` is jsonl or parquet, and ``columns`` names the columns of a conversation.
+        data: the section; ``source`` is jsonl, csv or parquet, and ``columns`` names the columns of a conversation.
         files: result of ``find_files``.
 
     Raises:
-        DataError: a file cannot be read or is empty, or a row has no conversation; names file and row.
+        DataError: a file cannot be read or is empty.
         EnvironmentError: a package is missing.
     """
     for file in files:
         is_empty = True
-        for conversation in _of_parquet(data, file) if data.source == "parquet" else _of_jsonl(data, file):
+        for conversation in _of_file(data, file):
             is_empty = False
             yield conversation
         if is_empty:
             raise DataError(f"{file} has no conversation.", where=str(file), why="it has no row", fix="leave it out")
 
 
-def _of_jsonl(data: DataConfig, file: Path) -> Iterator[Conversation]:
-    for row, number in json_lines(file):
-        where = f"{file}, line {number}"
-        if not isinstance(row, dict):
-            raise DataError(f"the row is {json_kind(row)}, not an object with a conversation.", where=where)
-        columns = columns_of(data.columns, list(row), where)
-        yield _conversation(row, columns, where, _unused(row, columns))
-
-
-def _of_parquet(data: DataConfig, file: Path) -> Iterator[Conversation]:
-    found: list[str] = []
-    unused: list[str] = []
+def _of_file(data: DataConfig, file: Path) -> Iterator[Conversation | DataError]:
+    not_read: list[str] = []
 
     def choose(names: list[str]) -> list[str]:
-        found.extend(columns_of(data.columns, names, str(file)))
-        unused.extend(_unused(names, found))
-        return [name for name in names if name not in unused]
+        asked = [name.partition(".")[0] for name in (*data.named_columns, *data.meanings)]
+        known = {*LISTS, *(name for pair in PAIRS for name in pair), *_BESIDE, *_USED, *asked}
+        not_read.extend(name for name in names if name not in known)
+        chosen = [name for name in names if name in known]
+        return chosen if {*chosen} - {*_USED} else columns_of(data.named_columns, names, str(file))
 
-    for row, number in parquet_rows(file, choose):
-        # a parquet column has the keys of all rows: keys that a row lacks are null in it
-        full = {key: _without_nulls(value) for key, value in row.items()}
-        yield _conversation(full, found, f"{file}, row {number}", unused)
+    def convert(row: object, where: str) -> Conversation:
+        if data.source == "parquet":  # a column has the keys of all rows: keys that a row lacks are null in it
+            row = {key: _without_nulls(value) for key, value in row.items()} if isinstance(row, dict) else row
+        return conversation_of(row, data, where, not_read)
+
+    yield from read_rows(data.source, file, choose, convert)
 
 
-def _unused(names: Iterable[str], columns: Sequence[str]) -> list[str]:
-    used = (*columns, "tools", "system", *(_BESIDE if tuple(columns) in PAIRS else ()))
-    return [name for name in names if name not in used]
+def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequence[str] = ()) -> Conversation:
+    """The conversation of a row.
+
+    Args:
+        row: a JSON value.
+        data: the section with the columns.
+        where: file and line or row, for messages.
+        not_read: further columns, which are not used.
+
+    Raises:
+        DataError: the row has no conversation.
+    """
+    if not isinstance(row, dict):
+        raise DataError(f"the row is {json_kind(row)}, not an object with a conversation.", where=where)
+    meanings = data.meanings
+    row = _translated(row, meanings, where)
+    if "messages" in meanings.values():
+        asked: Sequence[str] = ("messages",)
+    elif {"prompt", "completion"} <= {*meanings.values()}:
+        asked = ("prompt", "completion")
+    else:
+        asked = data.named_columns
+    columns = columns_of(asked, [*row], where)
+    for name in columns:
+        try:
+            row[name] = value_of(row, name)
+        except KeyError:
+            raise DataError(f"the row has no value {name}.", where=where, fix=f"{_FLAG} NAME of a value") from None
+    used = (*columns, *_USED, *(name.partition(".")[0] for name in columns))
+    if not meanings and tuple(columns) in PAIRS:
+        _check_beside(row, columns, where)
+        used = (*used, *_BESIDE)
+    unused = (*not_read, *(name for name in row if name not in used))
+    return _conversation(row, columns, meanings, where, unused)
+
+
+def _translated(row: dict[str, Any], meanings: Mapping[str, str], where: str) -> dict[str, Any]:
+    """The row with the columns of ``meanings`` under their meanings. Texts of one meaning become paragraphs."""
+    found: dict[str, Any] = {}
+    for name, meaning in meanings.items():
+        if meaning not in _OF_ROWS:
+            continue
+        try:
+            value = value_of(row, name)
+        except KeyError:
+            continue
+        if meaning in found:
+            texts = [checked_text(text or "", f"the value of {name!r}", where) for text in (found[meaning], value)]
+            value = "\n\n".join(filter(None, texts))
+        found[meaning] = value
+    tops = {name.partition(".")[0] for name, meaning in meanings.items() if meaning in found}
+    return {name: value for name, value in row.items() if name not in tops} | found
 
 
 def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[str]:
@@ -129,7 +177,7 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
     listed = ", ".join(map(str, names)) or "none"
     if asked:
         for name in asked:
-            if name not in names:
+            if name not in names and name.partition(".")[0] not in names:
                 near = difflib.get_close_matches(name, list(map(str, names)), n=1)
                 fix = f"{_FLAG} {near[0]}" if near else f"{_FLAG} NAME, with the column of the messages"
                 raise DataError(f"there is no column {name!r}; the columns are: {listed}.", where=where, fix=fix)
@@ -150,11 +198,13 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
     )
 
 
-def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str, unused: Sequence[str]) -> Conversation:
+def _conversation(
+    row: Mapping[str, Any], columns: Sequence[str], meanings: Mapping[str, str], where: str, unused: Sequence[str]
+) -> Conversation:
     if len(columns) == 1:
-        messages = _messages(row[columns[0]], columns[0], where)
+        messages = _messages(row[columns[0]], columns[0], meanings, where)
     else:
-        messages = _pair(row, columns, where)
+        messages = _pair(row, columns, meanings, where)
     if (system := row.get("system")) and messages[0]["role"] != "system" and "system" not in columns:
         messages.insert(0, {"role": "system", "content": checked_text(system, "the value of 'system'", where)})
     if not any(message["role"] == "assistant" for message in messages):
@@ -168,24 +218,29 @@ def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str, un
     return Conversation(tuple(messages), _tools(row.get("tools"), where), where, tuple(unused))
 
 
-def _pair(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[dict[str, Any]]:
-    """Messages of a prompt and its completion, each a text or a list of messages. The prompt is excluded
-    from the loss.
-    """
-    for name in _BESIDE if tuple(columns) in PAIRS else ():
+def _check_beside(row: Mapping[str, Any], columns: Sequence[str], where: str) -> None:
+    for name in _BESIDE:
         if not row.get(name):
             continue
         raise DataError(
             f"the row has {columns[0]!r} and {name!r}.",
             where=where,
             why="there is no rule that joins the two to one message",
-            fix=f"join them in one column, and name it: {_FLAG} PROMPT {_FLAG} COMPLETION",
+            fix=f"{_FLAG} {columns[0]}=prompt,{name}=prompt,{columns[1]}=completion joins them as paragraphs",
         )
+
+
+def _pair(
+    row: Mapping[str, Any], columns: Sequence[str], meanings: Mapping[str, str], where: str
+) -> list[dict[str, Any]]:
+    """Messages of a prompt and its completion, each a text or a list of messages. The prompt is excluded
+    from the loss.
+    """
     found = []
     for name, role in zip(columns, ("user", "assistant"), strict=True):
         value = row[name]
         if isinstance(value, list):
-            messages = _messages(value, name, where)
+            messages = _messages(value, name, meanings, where)
             if role == "user":
                 messages = [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
             found += messages
@@ -194,35 +249,39 @@ def _pair(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[di
     return found
 
 
-def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
+def _messages(value: Any, column: str, meanings: Mapping[str, str], where: str) -> list[dict[str, Any]]:
+    if isinstance(value, str | bytes):
+        value = _parsed(checked_text(value, f"the value of {column!r}", where), value)
     if not isinstance(value, list):
         raise DataError(
             f"the value of {column!r} is {json_kind(value)}, not a list of messages.",
             where=where,
+            why="text must be the JSON of such a list" if isinstance(value, str | bytes) else "",
             fix=f"{_FLAG} NAME, with the column of the messages, or the columns of prompt and completion",
         )
     if not value:
         raise DataError(f"the list of messages {column!r} is empty.", where=where, fix="remove the row")
-    return [_message(message, f"message {number}", where) for number, message in enumerate(value, start=1)]
+    return [_message(message, f"message {number}", meanings, where) for number, message in enumerate(value, start=1)]
 
 
-def _message(value: Any, what: str, where: str) -> dict[str, Any]:
+def _parsed(text: str, other: Any) -> Any:
+    """The JSON value of a text, or ``other`` if it has none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return other
+
+
+def _message(value: Any, what: str, meanings: Mapping[str, str], where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{what} is {json_kind(value)}, not an object with role and content.", where=where)
     message = {key: child for key, child in value.items() if child is not None or key == "content"}
     if "role" not in message and "from" in message:  # ShareGPT
         message = {"role": message.pop("from"), "content": message.pop("value", None)} | message
-    role = message.get("role")
-    role = SHAREGPT.get(role, role) if isinstance(role, str) else role
-    if role not in ROLES:
-        near = difflib.get_close_matches(str(role).lower(), [*ROLES, *SHAREGPT], n=1)
-        raise DataError(
-            f"{what} has no role." if role is None else f"{what} has the unknown role {role!r}.",
-            where=where,
-            why=f"roles are {', '.join(ROLES)}; ShareGPT's are {', '.join(SHAREGPT)}",
-            fix=f"write {near[0]}" if near else "write user or assistant",
-        )
-    message["role"] = role
+    for key, meaning in meanings.items():
+        if meaning in ("role", "content") and key in message:
+            message[meaning] = message.pop(key)
+    message["role"] = _role(message, what, meanings, where)
     message["content"] = _content(message, what, where)
     if message.get("weight", 1) not in (0, 1):
         raise DataError(
@@ -236,6 +295,25 @@ def _message(value: Any, what: str, where: str) -> dict[str, Any]:
         raise DataError(f"the tool_calls of {what} are {json_kind(message['tool_calls'])}, not a list.", where=where)
     _check_texts(message, what, where)
     return message
+
+
+def _role(message: Mapping[str, Any], what: str, meanings: Mapping[str, str], where: str) -> str:
+    role = message.get("role")
+    name = str(role)
+    known = meanings.get(name) or SHAREGPT.get(name.lower(), name.lower())
+    if isinstance(role, str) and known in ROLES:
+        return known
+    near = difflib.get_close_matches(known, [*ROLES, *SHAREGPT], n=1) or ["user"]
+    fix = f"{_FLAG} {name}={SHAREGPT.get(near[0], near[0])}"
+    if role is None:
+        texts = [key for key, text in message.items() if isinstance(text, str)] or ["KEY"]
+        fix = f"{_FLAG} {texts[0]}=role,{texts[-1]}=content" if len(texts) > 1 else f"{_FLAG} KEY=role"
+    raise DataError(
+        f"{what} has no role." if role is None else f"{what} has the unknown role {role!r}.",
+        where=where,
+        why=f"roles are {', '.join(ROLES)}; also known are {', '.join(SHAREGPT)}",
+        fix=fix,
+    )
 
 
 def _take_marks(message: dict[str, Any], what: str, where: str) -> None:

@@ -104,8 +104,10 @@ class ChatEncoder:
             shown = ", ".join(f"{name} ({count:,})" for name, count in unused.most_common(_MOST_KEYS))
             _log.warning("%d keys are used neither by Crius nor by the chat template: %s", len(unused), shown)
 
-    def encode(self, conversations: Iterable[Conversation]) -> Iterator[ChatSample]:
+    def encode(self, conversations: Iterable[Conversation]) -> Iterator[ChatSample | DataError]:
         """The tokens of each conversation, in order. A sample may have no target.
+
+        With ``data.bad_rows skip`` the error of a conversation takes its place.
 
         Raises:
             DataError: the template cannot render a conversation, or the assistant's text cannot be found in its output;
@@ -114,19 +116,26 @@ class ChatEncoder:
         """
         with self._renderer() as renderer:
             for batch in _batches(conversations):
-                tasks = [_task(chat) for chat in batch]
-                rendered = list(zip(batch, renderer.render(tasks), strict=True))
-                for chat, answer in rendered:
-                    self._check(chat, answer)
+                rendered = []
+                for chat, answer in zip(batch, renderer.render([_task(chat) for chat in batch]), strict=True):
+                    try:
+                        self._check(chat, answer)
+                        rendered.append((chat, answer))
+                    except DataError as error:
+                        yield self._left_out(error)
                 texts = self._tokenizer.encode_marked_texts([answer.text for _, answer in rendered])
                 for (chat, answer), text in zip(rendered, texts, strict=True):
-                    if not len(text.ids):
-                        raise DataError(
-                            "the chat template makes no token of the conversation.",
-                            where=chat.where,
-                            fix="correct chat_template.jinja in the folder of the tokenizer",
-                        )
-                    yield ChatSample(text.ids, self._mask(chat, answer, text))
+                    try:
+                        sample = ChatSample(text.ids, self._mask(chat, answer, text))
+                    except DataError as error:
+                        yield self._left_out(error)
+                        continue
+                    yield sample
+
+    def _left_out(self, error: DataError) -> DataError:
+        if self._data.bad_rows == "refuse":
+            raise error
+        return error
 
     def _renderer(self) -> Renderer:
         return Renderer(self._template, self._special, self._names, is_dated=False, fix="leave out --data.format chat")
@@ -145,7 +154,8 @@ class ChatEncoder:
                 "the chat template cannot render the conversation.",
                 where=chat.where,
                 why=answer.error,
-                fix="correct the conversation, or chat_template.jinja in the folder of the tokenizer",
+                fix="correct the conversation, or chat_template.jinja in the folder of the tokenizer, or leave out "
+                "such rows: --data.bad_rows skip",
             )
         if (half := re.search("[\ud800-\udfff]", answer.text)) is not None:
             raise DataError(
@@ -182,6 +192,12 @@ class ChatEncoder:
             _log.warning("%s: %s. Later conversations of this kind are not shown.", chat.where, what)
 
     def _mask(self, chat: Conversation, answer: Rendered, text: MarkedText) -> npt.NDArray[np.bool_]:
+        if not len(text.ids):
+            raise DataError(
+                "the chat template makes no token of the conversation.",
+                where=chat.where,
+                fix="correct chat_template.jinja in the folder of the tokenizer",
+            )
         trained = {place for place, message in enumerate(chat.messages) if is_trained(message)}
         turns = [place for place, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if self._data.train_on == "last":
