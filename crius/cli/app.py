@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +18,11 @@ from crius import __version__
 from crius.cli.help import HELP_PAGE
 from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
-from crius.config.load import RunSources, recipe_names
+from crius.config.load import OF_DATA, RunSources, recipe_names
 from crius.config.resolve import USABLE, Resolved, leaves_open
 from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
-from crius.config.toml_file import toml_table
+from crius.config.toml_file import flatten, toml_table
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import Machine, gpu_sharing, missing_for_compile
 from crius.models.huggingface import read_model_settings
@@ -93,8 +93,14 @@ def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
     return brought | {name: value for name, value in tokenizer.items() if value}
 
 
+def _read_data(given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    from crius.data.infer import infer
+
+    return infer(given)
+
+
 SOURCES = RunSources(
-    {"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model, _read_weights
+    {"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model, _read_weights, _read_data
 )
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
@@ -213,9 +219,19 @@ def facts_of(
     )
 
 
+def say_inferred(run: RunConfig) -> None:
+    """Print what was inferred from the data, in one line."""
+    values = flatten(run)
+    names = [name for name, origin in SOURCES.origins.items() if origin.endswith(OF_DATA)]
+    if names:
+        told = ", ".join(f"{name} {values[name]}" for name in names)
+        sys.stderr.write(printable(f"auto: {told}: as the data looks; a flag overrules it") + "\n")
+
+
 def _say_decisions(resolved: Resolved, *, on_gpu: bool) -> None:
     from crius.train.inputs import COMPILE
 
+    say_inferred(resolved.config)
     told = [resolved.reasons[AUTO]] if AUTO in resolved.reasons else []
     if why := resolved.reasons.get(DETERMINISTIC):
         told.append(f"{DETERMINISTIC} is on: {why}")

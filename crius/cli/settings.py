@@ -36,6 +36,7 @@ from crius.cli.app import (
     imports,
     place_of,
     refuse_given,
+    say_inferred,
 )
 from crius.config import rules
 from crius.config.argv import normalized_argv
@@ -161,15 +162,19 @@ def prepare(
 ) -> int:
     """Tokenise a corpus once into the folder OUT, for --data.source tokens --data.path OUT."""
     from crius.data import prepare as preparation
+    from crius.data.rows import left_out
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
+    say_inferred(RunConfig(data=data))
     _check_corpus(data, tokenizer)
     started = time.monotonic()
     meta = preparation.prepare(data, tokenizer, out, num_workers or os.cpu_count() or 1)
     what = "conversations" if meta.is_chat else "documents"
     emit(f"{out}: {meta.num_tokens:,} tokens of {meta.num_documents:,} {what} in {time.monotonic() - started:.1f} s")
+    for line in (line for line in left_out(out).splitlines() if line.startswith("# ")):
+        emit(line[2:])
     crius = "crius" if shutil.which("crius") else f"{sys.executable} -m crius"
     emit(f"train on it: {crius} train {shlex.join(_train_flags(out, data, tokenizer))}")
     return 0
@@ -270,6 +275,8 @@ def show_data(
         given = [name for name, origin in SOURCES.origins.items() if origin == "command line" and "." in name]
         refuse_given([*given], f"{place} has all settings", "" if run_dir else f"--config {place} in place of {place}")
         run = config_of(place)
+    else:
+        say_inferred(run)
     with contextlib.redirect_stderr(io.StringIO()):  # it prints lines that matter only for training
         facts = dataclasses.replace(facts_of(run, nproc, None, is_dry=True), is_dry=False)
     if problems := [problem for rule in (rules.ranges, *DATA_RULES) for problem in rule(facts)]:

@@ -48,6 +48,9 @@ OF_MODEL = " (model.from_hf)"
 INIT_FROM = "--checkpoint.init_from"
 OF_WEIGHTS = " (checkpoint.init_from)"
 """End of the origin of a value that came with weights."""
+OF_DATA = " (data.path)"
+"""End of the origin of a value that was inferred from the data."""
+DATA_DECIDES = ("data.source", "data.format", "model.attention_mask")
 CUSTOM = "custom"
 """The flavor without sizes of its own."""
 
@@ -73,6 +76,8 @@ class RunSources:
             values of the fields of ``[model]``. Raises ConfigError.
         read_weights: reads settings that come with weights: (path, run folder or empty, origin) to values by dotted
             name. Raises CriusError.
+        read_data: infers settings from the data: values that are given, as text by dotted name, to values that are not.
+            Raises ConfigError.
 
     Attributes:
         origins: dotted field name to a phrase such as ``recipe debug``, for every value that is not a default.
@@ -84,11 +89,13 @@ class RunSources:
         spellings: Mapping[str, Collection[str]] = types.MappingProxyType({}),
         read_model: Callable[[str, str, str], tuple[str, dict[str, Any]]] = lambda path, name, where: (path, {}),
         read_weights: Callable[[str, str, str], Mapping[str, Any]] = lambda path, run_dir, where: {},
+        read_data: Callable[[Mapping[str, list[str]]], Mapping[str, Any]] = lambda given: {},
     ) -> None:
         self.origins: dict[str, str] = {}
         self.recipe = ""
         self._spellings = spellings
         self._read_model, self._read_weights = read_model, read_weights
+        self._read_data = read_data
         self._model_file = ""
 
     def origin(self, name: str) -> str:
@@ -108,6 +115,9 @@ class RunSources:
         """Fill ``arguments``; yields the errors in keys and values of files and command line."""
         named = {argument.name: argument for argument in arguments}
         if "--recipe" not in named:
+            if "--data.path" in named:
+                self.origins = {}
+                yield from self._spread_data(named, DATA_DECIDES)
             return
         self.origins, self._model_file = {}, ""  # of this command line alone
         files = [token.value for token in named["--config"].tokens]
@@ -124,8 +134,10 @@ class RunSources:
         for file in reversed(files):
             yield from self._take(functools.partial(_config_file, file), named, commands)
         yield from self._spread_weights(named)
+        yield from self._spread_data(named, DATA_DECIDES[:1])  # the format is what a recipe is for
         for recipe in recipes:
             yield from self._take(functools.partial(_recipe, recipe), named, commands)
+        yield from self._spread_data(named, DATA_DECIDES)
         if takes_layout:
             yield from spread_microbatches(named)
         for argument in arguments:
@@ -218,6 +230,26 @@ class RunSources:
         values = {name: found[name] for name in wanted if name in found}
         yield from _fill(named, values, f"{token.value}{OF_WEIGHTS}", is_read_only=False)
 
+    def _spread_data(self, named: Mapping[str, Argument], names: Collection[str]) -> Iterator[CriusError]:
+        """Give what the data looks like to those arguments of ``names`` that are not set."""
+        given: dict[str, list[str]] = {}
+        for name, argument in named.items():
+            texts = [token.value or str(token.implicit_value) for token in _said(argument)]
+            if texts and name.startswith(("--data.", "--model.attention_mask")):
+                given[name[2:]] = texts
+        is_open = any(name not in given for name in names)
+        if not is_open or not ("data.path" in given or "data.format" in given):
+            return
+        try:
+            inferred = self._read_data(given)
+        except ConfigError as error:
+            yield error
+            return
+        origin = f"{given.get('data.path', ['data.format'])[0]}{OF_DATA}"
+        values = {name: inferred[name] for name in names if name in inferred and f"--{name}" in named}
+        self.origins |= dict.fromkeys(values, origin)
+        yield from _fill(named, values, origin, is_read_only=False)
+
     def rows_are_given(self) -> bool:
         """Whether a source other than ``model.from_hf`` and ``checkpoint.init_from`` gave ``model.vocab_size``."""
         origin = self.origin("model.vocab_size")
@@ -258,6 +290,11 @@ class RunSources:
             yield error
         except CycloptsError as error:
             yield conversion(error, commands)
+
+
+def _said(argument: Argument) -> list[Token]:
+    """The tokens of ``argument`` that have a value, such as text or, for a flag without text, True or False."""
+    return [token for token in argument.tokens if token.value or isinstance(token.implicit_value, bool)]
 
 
 def _leave_open(named: Mapping[str, Argument]) -> None:
