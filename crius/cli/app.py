@@ -8,11 +8,12 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
+from cyclopts.argument import Argument
 
 from crius import __version__
 from crius.cli.help import HELP_PAGE
@@ -93,7 +94,14 @@ def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
     return brought | {name: value for name, value in tokenizer.items() if value}
 
 
-def _read_data(given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _read_data(named: Mapping[str, Argument]) -> Mapping[str, Any]:
+    """What the data says about settings; the texts of tokens are values, or True and False of flags without one."""
+    given: dict[str, list[str]] = {}
+    for name, argument in named.items():
+        if argument.tokens and name.startswith(("--data.", "--model.attention_mask")):
+            given[name[2:]] = [token.value or str(token.implicit_value) for token in argument.tokens]
+    if not ("data.path" in given or "data.format" in given):
+        return {}
     from crius.data.infer import infer
 
     return infer(given)
@@ -222,7 +230,7 @@ def facts_of(
 def say_inferred(run: RunConfig) -> None:
     """Print what was inferred from the data, in one line."""
     values = flatten(run)
-    names = [name for name, origin in SOURCES.origins.items() if origin.endswith(OF_DATA)]
+    names = [name for name, origin in SOURCES.origins.items() if origin == OF_DATA]
     if names:
         told = ", ".join(f"{name} {values[name]}" for name in names)
         sys.stderr.write(printable(f"auto: {told}: as the data looks; a flag overrules it") + "\n")

@@ -48,8 +48,8 @@ OF_MODEL = " (model.from_hf)"
 INIT_FROM = "--checkpoint.init_from"
 OF_WEIGHTS = " (checkpoint.init_from)"
 """End of the origin of a value that came with weights."""
-OF_DATA = " (data.path)"
-"""End of the origin of a value that was inferred from the data."""
+OF_DATA = "what data.path has"
+"""Origin of a value that was inferred from the data."""
 DATA_DECIDES = ("data.source", "data.format", "model.attention_mask")
 CUSTOM = "custom"
 """The flavor without sizes of its own."""
@@ -76,8 +76,7 @@ class RunSources:
             values of the fields of ``[model]``. Raises ConfigError.
         read_weights: reads settings that come with weights: (path, run folder or empty, origin) to values by dotted
             name. Raises CriusError.
-        read_data: infers settings from the data: values that are given, as text by dotted name, to values that are not.
-            Raises ConfigError.
+        read_data: infers settings from the data: arguments by flag to values by dotted name. Raises ConfigError.
 
     Attributes:
         origins: dotted field name to a phrase such as ``recipe debug``, for every value that is not a default.
@@ -89,7 +88,7 @@ class RunSources:
         spellings: Mapping[str, Collection[str]] = types.MappingProxyType({}),
         read_model: Callable[[str, str, str], tuple[str, dict[str, Any]]] = lambda path, name, where: (path, {}),
         read_weights: Callable[[str, str, str], Mapping[str, Any]] = lambda path, run_dir, where: {},
-        read_data: Callable[[Mapping[str, list[str]]], Mapping[str, Any]] = lambda given: {},
+        read_data: Callable[[Mapping[str, Argument]], Mapping[str, Any]] = lambda named: {},
     ) -> None:
         self.origins: dict[str, str] = {}
         self.recipe = ""
@@ -114,12 +113,10 @@ class RunSources:
     def _problems(self, commands: Collection[str], arguments: ArgumentCollection) -> Iterator[CriusError]:
         """Fill ``arguments``; yields the errors in keys and values of files and command line."""
         named = {argument.name: argument for argument in arguments}
-        if "--recipe" not in named:
-            if "--data.path" in named:
-                self.origins = {}
-                yield from self._spread_data(named, DATA_DECIDES)
-            return
         self.origins, self._model_file = {}, ""  # of this command line alone
+        if "--recipe" not in named:
+            yield from self._spread_data(named, DATA_DECIDES)
+            return
         files = [token.value for token in named["--config"].tokens]
         recipes = [token.value for token in named["--recipe"].tokens]
         if not recipes and "verify" in commands:  # also with a --config: settings that it leaves open stay small
@@ -232,23 +229,17 @@ class RunSources:
 
     def _spread_data(self, named: Mapping[str, Argument], names: Collection[str]) -> Iterator[CriusError]:
         """Give what the data looks like to those arguments of ``names`` that are not set."""
-        given: dict[str, list[str]] = {}
-        for name, argument in named.items():
-            texts = [token.value or str(token.implicit_value) for token in _said(argument)]
-            if texts and name.startswith(("--data.", "--model.attention_mask")):
-                given[name[2:]] = texts
-        is_open = any(name not in given for name in names)
-        if not is_open or not ("data.path" in given or "data.format" in given):
+        wanted = [name for name in names if f"--{name}" in named and not named[f"--{name}"].tokens]
+        if not wanted:
             return
         try:
-            inferred = self._read_data(given)
+            inferred = self._read_data(named)
         except ConfigError as error:
             yield error
             return
-        origin = f"{given.get('data.path', ['data.format'])[0]}{OF_DATA}"
-        values = {name: inferred[name] for name in names if name in inferred and f"--{name}" in named}
-        self.origins |= dict.fromkeys(values, origin)
-        yield from _fill(named, values, origin, is_read_only=False)
+        values = {name: inferred[name] for name in wanted if name in inferred}
+        self.origins |= dict.fromkeys(values, OF_DATA)
+        yield from _fill(named, values, OF_DATA, is_read_only=False)
 
     def rows_are_given(self) -> bool:
         """Whether a source other than ``model.from_hf`` and ``checkpoint.init_from`` gave ``model.vocab_size``."""
@@ -290,11 +281,6 @@ class RunSources:
             yield error
         except CycloptsError as error:
             yield conversion(error, commands)
-
-
-def _said(argument: Argument) -> list[Token]:
-    """The tokens of ``argument`` that have a value, such as text or, for a flag without text, True or False."""
-    return [token for token in argument.tokens if token.value or isinstance(token.implicit_value, bool)]
 
 
 def _leave_open(named: Mapping[str, Argument]) -> None:

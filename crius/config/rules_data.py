@@ -114,12 +114,12 @@ def chat_reads_conversations(facts: Facts) -> Violations:
             fix=" ".join(f"--data.columns {shlex.quote(name)}" for name in dict.fromkeys(names[:2])),
         )
     for name, meaning in data.meanings.items():
-        if not name or meaning not in MEANINGS:
+        if meaning not in MEANINGS:
             yield ConfigError(
                 f"data.columns {name}={meaning} has no known meaning.",
                 where=facts.flag("data.columns"),
                 why=f"a name of the files can stand for {', '.join(MEANINGS)}",
-                fix=f"e.g. --data.columns {shlex.quote(name or 'NAME')}=messages",
+                fix=f"e.g. --data.columns {shlex.quote(name)}=messages",
             )
 
 

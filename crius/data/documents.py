@@ -141,7 +141,9 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
                 f"source stdlib takes no path, but got {data.path[0]}.", where=flag, fix="--data.source text, or jsonl"
             )
         return _stdlib_files()
-    suffixes = suffixes_of(data.source)
+    suffixes = _SUFFIXES.get(data.source) or (kind_of(data.source).suffix,)
+    if data.source in _SUFFIXES:
+        suffixes += tuple(suffix + end for suffix in suffixes for end in COMPRESSED)
     if not data.path:
         raise DataError(f"source {data.source} needs files.", where=flag, fix=f"{flag} FILE (repeat it for more)")
     found = {file for pattern in data.path for file in _matches(pattern, suffixes, flag)}
@@ -153,13 +155,6 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
             fix=f"remove one of them, or name the files: {flag} FILE (repeat it for more)",
         )
     return tuple(sorted(found))
-
-
-def suffixes_of(source: str) -> tuple[str, ...]:
-    """Suffixes of the files that a source takes from a folder."""
-    suffixes = _SUFFIXES.get(source) or (kind_of(source).suffix,)
-    packed = [suffix + end for suffix in suffixes for end in COMPRESSED if source in _SUFFIXES]
-    return (*suffixes, *packed)
 
 
 def read_pieces(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Piece | DataError]:

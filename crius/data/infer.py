@@ -3,23 +3,28 @@
 import glob
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from crius.config.data import DataConfig
 from crius.data.chat.conversations import LISTS, PAIRS
-from crius.data.documents import KINDS, find_files, matches, suffixes_of
+from crius.data.documents import find_files, matches
 from crius.data.meta import META, TokenMeta
 from crius.data.rows import COMPRESSED, read_rows
-from crius.errors import ConfigError, CriusError, DataError
+from crius.errors import ConfigError, CriusError
 
 _ROWS = 20
 """First rows that are looked at."""
 
-_SOURCES = {suffix: source for source in KINDS for suffix in suffixes_of(source) if source != "stdlib"} | {
+_SOURCES = {
+    ".txt": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
     ".json": "jsonl",
-    **{f".json{end}": "jsonl" for end in COMPRESSED},
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
 }
 
 
@@ -32,34 +37,34 @@ def infer(given: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     Raises:
         ConfigError: the paths are files of several kinds, or of none.
     """
-    paths = given.get("data.path", ())
-    source = next(iter(given.get("data.source", ())), "")
-    row_format = next(iter(given.get("data.format", ())), "")
+    paths = [path for path in given.get("data.path", ()) if path != "()"]  # of an empty list in TOML
+    source = "".join(given.get("data.source", ())).lower()
+    row_format = "".join(given.get("data.format", ())).lower()
     inferred: dict[str, Any] = {}
     if paths and not source:
         source = _source_of(paths)
         inferred["data.source"] = source
     if paths and not row_format:
-        row_format = _format_of(source.lower(), paths, given)
+        row_format = _format_of(source, paths, given)
         if row_format:
             inferred["data.format"] = row_format
-    is_packed = next(iter(given.get("data.packing", ())), "").lower() != "false"
-    if row_format.lower() == "chat" and is_packed and "model.attention_mask" not in given:
+    is_packed = "".join(given.get("data.packing", ())).lower() != "false"
+    if row_format == "chat" and is_packed:
         inferred["model.attention_mask"] = "document"
     return inferred
 
 
 def _source_of(paths: Sequence[str]) -> str:
-    kinds = {path: _kind_of(path) for path in paths}
-    (path, kind), *others = kinds.items()
-    if other := next((other for other in others if other[1] != kind), None):
-        raise ConfigError(
-            f"{path} is {kind} data, and {other[0]} is {other[1]} data.",
-            where="--data.path",
-            why="one run reads files of one kind",
-            fix="give files of one kind, or --data.source",
-        )
-    return kind
+    first = _kind_of(paths[0])
+    for path in paths[1:]:
+        if (kind := _kind_of(path)) != first:
+            raise ConfigError(
+                f"{paths[0]} is {first} data, and {path} is {kind} data.",
+                where="--data.path",
+                why="one run reads files of one kind",
+                fix="give files of one kind, or --data.source",
+            )
+    return first
 
 
 def _kind_of(pattern: str) -> str:
@@ -81,8 +86,8 @@ def _kind_of(pattern: str) -> str:
 
 
 def _suffix(file: Path) -> str:
-    """The suffix of a file, and the one before it if the file is compressed."""
-    return "".join(file.suffixes[-2:] if file.suffix in COMPRESSED else file.suffixes[-1:]).lower()
+    """The suffix of a file, or of what a compressed file contains."""
+    return (file.with_suffix("") if file.suffix in COMPRESSED else file).suffix.lower()
 
 
 def _kind_of_folder(folder: Path) -> str:
@@ -119,15 +124,11 @@ def _format_of(source: str, paths: Sequence[str], given: Mapping[str, Sequence[s
             return "chat" if TokenMeta.from_file(Path(paths[0]).expanduser() / META).is_chat else "documents"
         if source not in ("jsonl", "csv", "parquet"):
             return ""
-        return next(filter(None, map(_format_of_row, _first_rows(source, paths))), "")
+        file = find_files(DataConfig(source=source, path=tuple(paths)))[0]
+        rows = read_rows(source, file, lambda names: names, lambda row, where: row)
+        return next(filter(None, map(_format_of_row, itertools.islice(rows, _ROWS))), "")
     except CriusError:  # the code that reads the data says what is wrong
         return ""
-
-
-def _first_rows(source: str, paths: Sequence[str]) -> Iterator[Any]:
-    file = find_files(DataConfig(source=source, path=tuple(paths)))[0]
-    rows = read_rows(source, file, lambda names: names, lambda row, where: row)
-    return (row for row in itertools.islice(rows, _ROWS) if not isinstance(row, DataError))
 
 
 def _format_of_row(row: Any) -> str:

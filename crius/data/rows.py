@@ -30,7 +30,8 @@ _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
 """First bytes of gzip, zstd, bzip2, xz and zip."""
 
 _DELIMITERS = ",;\t|"
-_SPACE = re.compile(r"[ \t\r\n]*")
+_BETWEEN = re.compile(r"[\s,]*")
+"""What is between the items of an array; a comma behind the last one is no harm."""
 
 T = TypeVar("T")
 
@@ -43,8 +44,6 @@ _BLOCK = 4096
 
 BAD_ROWS = "bad_rows.txt"
 """File of a token folder that lists the rows that are not in it. Lines with ``# `` count them by reason."""
-
-_MOST_REASONS = 10
 
 
 class Refusals:
@@ -81,7 +80,7 @@ class Refusals:
         if self._skips:
             self._errors.append(error)
         elif self._num_rows:
-            fix = f"{error.fix}, or --data.bad_rows skip leaves out such rows" if error.fix else "--data.bad_rows skip"
+            fix = f"{error.fix or 'correct the row'}, or leave out such rows: --data.bad_rows skip"
             raise DataError(error.what, where=error.where, why=error.why, fix=fix) from error
         else:  # most likely all rows are like the first one
             raise error
@@ -95,7 +94,7 @@ class Refusals:
         if not self._errors:
             return ""
         reasons = Counter(re.sub(r"[\d,]*\d", "N", error.what) for error in self._errors)
-        counted = [f"{count:,}: {reason}" for reason, count in reasons.most_common(_MOST_REASONS)]
+        counted = [f"{count:,}: {reason}" for reason, count in reasons.most_common(10)]
         share = f"{len(self._errors):,} of {self._num_rows:,} rows"
         first = self._errors[0]
         if len(self._errors) > max(1, self._num_rows // 100):
@@ -111,11 +110,10 @@ class Refusals:
 
 def left_out(folder: Path) -> str:
     """The content of ``BAD_ROWS`` in a token folder; empty if it lacks no row."""
-    file = folder / BAD_ROWS
-    if not file.exists():
+    try:
+        return (folder / BAD_ROWS).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
         return ""
-    with reading(file):
-        return file.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
@@ -296,42 +294,27 @@ def _array(file: Path, whole: Line) -> Iterator[tuple[object, int]]:
             fix=f"jq -c '.[]' {shlex.quote(str(file))} > {shlex.quote(f'{file}l')}, and give that file",
         )
     text = decode(whole.content, file, whole.number, whole.offset)
-    place = text.index("[")
-    number = whole.number
     decoder = json.JSONDecoder()
-    is_first = True
+    number = whole.number
+    place = text.index("[") + 1
+    counted = 0
     try:
         while True:
-            start = _space(text, place + 1)
-            if is_first and text[start : start + 1] == "]":
-                place = start
+            start = place + len(_BETWEEN.match(text, place)[0])  # type: ignore[index]  # it matches everywhere
+            number += text.count("\n", counted, start)
+            counted = start
+            if text.startswith("]", start):
                 break
-            is_first = False
-            value, end = decoder.raw_decode(text, start)
-            number += text.count("\n", place, start)
+            value, place = decoder.raw_decode(text, start)
             yield value, number
-            number += text.count("\n", start, end)
-            place = _space(text, end)
-            number += text.count("\n", end, place)
-            if text[place : place + 1] != ",":
-                break
-        if text[place : place + 1] != "]" or _space(text, place + 1) < len(text):
-            raise json.JSONDecodeError("Expecting ',' or the end of the array", text, place)
+        if text[start + 1 :].strip():
+            raise json.JSONDecodeError("Extra data", text, start + 1)
     except (ValueError, RecursionError) as error:
-        what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        line = whole.number - 1 + error.lineno if isinstance(error, json.JSONDecodeError) else number
         raise DataError(
-            f"the array is not JSON: {what}.",
-            where=f"{file}:{line}",
+            f"the array is not JSON: {error}.",
+            where=f"{file}:{number}",
             fix="download the file again if it is cut; jsonl has one JSON object per line, or one array",
         ) from error
-
-
-def _space(text: str, place: int) -> int:
-    """The first place from ``place`` on that is not white space."""
-    found = _SPACE.match(text, place)
-    assert found
-    return found.end()
 
 
 def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> Iterator[tuple[dict[str, Any], int]]:

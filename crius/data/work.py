@@ -88,16 +88,20 @@ def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
 
 def encode_samples(encoder: SampleEncoder, chunk: list[Any]) -> Encoded:
     """The samples of the conversations, in order."""
-    found = list(encoder.encode(chunk))
-    errors = tuple(one for one in found if isinstance(one, DataError))
-    given = [one for one in found if not isinstance(one, DataError)]
-    samples = [(np.asarray(ids), np.asarray(is_target, dtype=np.bool_)) for ids, is_target in given]
-    lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
-    assert lengths.all() and all(len(ids) == len(is_target) for ids, is_target in samples), "a sample has tokens"
-    nothing = np.empty(0, dtype=np.uint16)
-    tokens = np.concatenate([nothing, *(ids for ids, _ in samples)])
-    targets = np.concatenate([nothing.astype(np.bool_), *(is_target for _, is_target in samples)])
-    return Encoded(tokens, lengths, np.ones(len(samples), dtype=np.bool_), targets, errors)
+    errors = []
+    tokens: list[TokenArray] = []
+    targets: list[npt.NDArray[np.bool_]] = []
+    for sample in encoder.encode(chunk):
+        if isinstance(sample, DataError):
+            errors.append(sample)
+            continue
+        tokens.append(np.asarray(sample[0]))
+        targets.append(np.asarray(sample[1], dtype=np.bool_))
+    lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
+    assert lengths.all() and lengths.tolist() == [len(is_target) for is_target in targets], "a sample has tokens"
+    ends = np.ones(len(tokens), dtype=np.bool_)
+    joined = np.concatenate([np.empty(0, dtype=np.uint16), *tokens])
+    return Encoded(joined, lengths, ends, np.concatenate([ends[:0], *targets]), tuple(errors))
 
 
 def document_work(

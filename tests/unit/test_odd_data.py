@@ -169,13 +169,13 @@ READ = {
 # content; flags; words of the error
 REFUSED = {
     "objects in several lines": ({"a.jsonl": json.dumps(ROW, indent=2)}, {}, "jq -c . FILE writes them"),
-    "a list of Python": ({"a.csv": f'messages\n"{HI}"\n'}, {}, "text must be the JSON of such a list"),
+    "a list of Python": ({"a.csv": f'messages\n"{HI}"\n'}, {}, "text can be the JSON of such a list"),
     "UTF-16": ({"a.jsonl": lines(ROW).encode("utf-16")}, {}, "iconv -f UTF-16 -t UTF-8"),
     "Latin-1": ({"a.csv": "prompt,completion\nHi,Hü\n".encode("latin1")}, {}, "iconv -f LATIN1 -t UTF-8"),
     "a spreadsheet": ({"a.csv": b"PK\x03\x04\xff\xff"}, {}, "looks compressed: unpack it first"),
     "no row": ({"a.csv": "prompt,completion\n"}, {"data.columns": ["a=prompt,b=completion"]}, "has no conversation"),
     "a cut array": ({"a.json": json.dumps([ROW, ROW])[:-30]}, {}, "the array is not JSON"),
-    "more behind an array": ({"a.json": f"[\n{json.dumps(ROW)}]\n3"}, {}, "or the end of the array at column 1"),
+    "more behind an array": ({"a.json": f"[\n{json.dumps(ROW)}]\n3"}, {}, "the array is not JSON: Extra data"),
     "Alpaca with input": (
         {"a.jsonl": lines(ALPACA | {"input": "x"})},
         {},

@@ -1,6 +1,7 @@
 """Reads conversations from files with rows. All formats become one form."""
 
 import difflib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,8 +96,8 @@ def _of_file(data: DataConfig, file: Path) -> Iterator[Conversation | DataError]
     not_read: list[str] = []
 
     def choose(names: list[str]) -> list[str]:
-        asked = [name.partition(".")[0] for name in (*data.named_columns, *data.meanings)]
-        known = {*LISTS, *(name for pair in PAIRS for name in pair), *_BESIDE, *_USED, *asked}
+        known = [name.partition(".")[0] for name in (*data.named_columns, *data.meanings)]
+        known += (*LISTS, *itertools.chain(*PAIRS), *_BESIDE, *_USED)
         not_read.extend(name for name in names if name not in known)
         chosen = [name for name in names if name in known]
         return chosen if {*chosen} - {*_USED} else columns_of(data.named_columns, names, str(file))
@@ -134,15 +135,20 @@ def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequenc
     columns = columns_of(asked, [*row], where)
     for name in columns:
         try:
-            row[name] = value_of(row, name)
+            value = value_of(row, name)
         except KeyError:
             raise DataError(f"the row has no value {name}.", where=where, fix=f"{_FLAG} NAME of a value") from None
+        if len(columns) == 1 and isinstance(value, str | bytes):
+            value = _parsed(value)
+        if isinstance(value, list):
+            value = [_translated_message(one, meanings) if isinstance(one, dict) else one for one in value]
+        row[name] = value
     used = (*columns, *_USED, *(name.partition(".")[0] for name in columns))
     if not meanings and tuple(columns) in PAIRS:
         _check_beside(row, columns, where)
         used = (*used, *_BESIDE)
     unused = (*not_read, *(name for name in row if name not in used))
-    return _conversation(row, columns, meanings, where, unused)
+    return _conversation(row, columns, where, unused)
 
 
 def _translated(row: dict[str, Any], meanings: Mapping[str, str], where: str) -> dict[str, Any]:
@@ -198,13 +204,29 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
     )
 
 
-def _conversation(
-    row: Mapping[str, Any], columns: Sequence[str], meanings: Mapping[str, str], where: str, unused: Sequence[str]
-) -> Conversation:
+def _parsed(text: str | bytes) -> Any:
+    """The JSON value of a text, or the text itself if it has none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _translated_message(message: Mapping[str, Any], meanings: Mapping[str, str]) -> dict[str, Any]:
+    """The message with its keys and its role by their meanings."""
+    names = {name: meaning for name, meaning in meanings.items() if meaning in ("role", "content")}
+    found = {names.get(name, name): value for name, value in message.items()}
+    for name in ("role", "from"):
+        if isinstance(found.get(name), str):
+            found[name] = meanings.get(found[name], found[name])
+    return found
+
+
+def _conversation(row: Mapping[str, Any], columns: Sequence[str], where: str, unused: Sequence[str]) -> Conversation:
     if len(columns) == 1:
-        messages = _messages(row[columns[0]], columns[0], meanings, where)
+        messages = _messages(row[columns[0]], columns[0], where)
     else:
-        messages = _pair(row, columns, meanings, where)
+        messages = _pair(row, columns, where)
     if (system := row.get("system")) and messages[0]["role"] != "system" and "system" not in columns:
         messages.insert(0, {"role": "system", "content": checked_text(system, "the value of 'system'", where)})
     if not any(message["role"] == "assistant" for message in messages):
@@ -230,9 +252,7 @@ def _check_beside(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
         )
 
 
-def _pair(
-    row: Mapping[str, Any], columns: Sequence[str], meanings: Mapping[str, str], where: str
-) -> list[dict[str, Any]]:
+def _pair(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[dict[str, Any]]:
     """Messages of a prompt and its completion, each a text or a list of messages. The prompt is excluded
     from the loss.
     """
@@ -240,7 +260,7 @@ def _pair(
     for name, role in zip(columns, ("user", "assistant"), strict=True):
         value = row[name]
         if isinstance(value, list):
-            messages = _messages(value, name, meanings, where)
+            messages = _messages(value, name, where)
             if role == "user":
                 messages = [one | {"weight": 0} if one["role"] == "assistant" else one for one in messages]
             found += messages
@@ -249,39 +269,26 @@ def _pair(
     return found
 
 
-def _messages(value: Any, column: str, meanings: Mapping[str, str], where: str) -> list[dict[str, Any]]:
-    if isinstance(value, str | bytes):
-        value = _parsed(checked_text(value, f"the value of {column!r}", where), value)
+def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise DataError(
             f"the value of {column!r} is {json_kind(value)}, not a list of messages.",
             where=where,
-            why="text must be the JSON of such a list" if isinstance(value, str | bytes) else "",
+            why="text can be the JSON of such a list",
             fix=f"{_FLAG} NAME, with the column of the messages, or the columns of prompt and completion",
         )
     if not value:
         raise DataError(f"the list of messages {column!r} is empty.", where=where, fix="remove the row")
-    return [_message(message, f"message {number}", meanings, where) for number, message in enumerate(value, start=1)]
+    return [_message(message, f"message {number}", where) for number, message in enumerate(value, start=1)]
 
 
-def _parsed(text: str, other: Any) -> Any:
-    """The JSON value of a text, or ``other`` if it has none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return other
-
-
-def _message(value: Any, what: str, meanings: Mapping[str, str], where: str) -> dict[str, Any]:
+def _message(value: Any, what: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{what} is {json_kind(value)}, not an object with role and content.", where=where)
     message = {key: child for key, child in value.items() if child is not None or key == "content"}
     if "role" not in message and "from" in message:  # ShareGPT
         message = {"role": message.pop("from"), "content": message.pop("value", None)} | message
-    for key, meaning in meanings.items():
-        if meaning in ("role", "content") and key in message:
-            message[meaning] = message.pop(key)
-    message["role"] = _role(message, what, meanings, where)
+    message["role"] = _role(message, what, where)
     message["content"] = _content(message, what, where)
     if message.get("weight", 1) not in (0, 1):
         raise DataError(
@@ -297,10 +304,10 @@ def _message(value: Any, what: str, meanings: Mapping[str, str], where: str) -> 
     return message
 
 
-def _role(message: Mapping[str, Any], what: str, meanings: Mapping[str, str], where: str) -> str:
+def _role(message: Mapping[str, Any], what: str, where: str) -> str:
     role = message.get("role")
     name = str(role)
-    known = meanings.get(name) or SHAREGPT.get(name.lower(), name.lower())
+    known = SHAREGPT.get(name.lower(), name.lower())
     if isinstance(role, str) and known in ROLES:
         return known
     near = difflib.get_close_matches(known, [*ROLES, *SHAREGPT], n=1) or ["user"]
