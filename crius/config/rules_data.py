@@ -102,8 +102,7 @@ def chat_reads_conversations(facts: Facts) -> Violations:
             why="weights of --checkpoint.init_from come with their tokenizer; without it all weights start at random"
             if is_drawn
             else "",
-            fix=("--checkpoint.init_from MODEL, or " if is_drawn else "")
-            + "--tokenizer.path DIR, with tokenizer.json and chat_template.jinja",
+            fix="--checkpoint.init_from MODEL or --tokenizer.path DIR, with tokenizer.json and chat_template.jinja",
         )
     names = data.named_columns
     if len(names) > 2 or len({*names}) < len(names):
@@ -119,7 +118,7 @@ def chat_reads_conversations(facts: Facts) -> Violations:
                 f"data.columns {name}={meaning} has no known meaning.",
                 where=facts.flag("data.columns"),
                 why=f"a name of the files can stand for {', '.join(MEANINGS)}",
-                fix=f"e.g. --data.columns {shlex.quote(name)}=messages",
+                fix=f"e.g. --data.columns {name}=messages",
             )
 
 
