@@ -98,7 +98,8 @@ def _read_data(named: Mapping[str, Argument]) -> Mapping[str, Any]:
     """What the data says about settings; the texts of tokens are values, or True and False of flags without one."""
     given: dict[str, list[str]] = {}
     for name, argument in named.items():
-        if argument.tokens and name.startswith(("--data.", "--model.attention_mask")):
+        is_empty = any(token.implicit_value == () for token in argument.tokens)  # a list in TOML
+        if argument.tokens and not is_empty and name.startswith(("--data.", "--model.attention_mask")):
             given[name[2:]] = [token.value or str(token.implicit_value) for token in argument.tokens]
     if not ("data.path" in given or "data.format" in given):
         return {}

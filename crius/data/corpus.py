@@ -11,7 +11,7 @@ import numpy.typing as npt
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.cache import open_cached
 from crius.data.rows import left_out
-from crius.data.samples import open_samples
+from crius.data.samples import SampleSource, open_samples
 from crius.data.source import NO_LABEL, Boundary, HeldOut, TokenSource
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import IndexedSource, TokenFile
@@ -30,7 +30,6 @@ class Corpus:
         tokenizer: the tokenizer.
         token_bytes: ``(vocab_size of the model,)`` int32, number of UTF-8 bytes of text that each id stands for.
         description: lines for the log.
-        bad_rows: list of the rows that were left out (``crius.data.rows.left_out``); empty if there are none.
     """
 
     train: TokenSource
@@ -38,7 +37,13 @@ class Corpus:
     tokenizer: Tokenizer
     token_bytes: npt.NDArray[np.int32]
     description: tuple[str, ...]
-    bad_rows: str = ""
+
+    @property
+    def bad_rows(self) -> str:
+        """List of the rows that were left out (``crius.data.rows.left_out``); empty if there are none."""
+        sources = (self.train, *self.held_out.values())
+        folders = [source.file.folder for source in sources if isinstance(source, IndexedSource | SampleSource)]
+        return "".join(map(left_out, dict.fromkeys(folders)))
 
 
 def open_corpus(
@@ -82,12 +87,10 @@ def open_corpus(
         name: _token_file(replace(data, path=paths), tokenizer, tok, vocab_size, "--validation.path") if paths else file
         for name, paths in sets.items()
     }
-    bad_rows = "".join(left_out(folder) for folder in dict.fromkeys(one.folder for one in (file, *held_files.values())))
-    left = tuple(line.removeprefix("# ") for line in bad_rows.splitlines() if line.startswith("# "))
     if data.format == "chat":
         sizes = {"global_batch_size": global_batch_size, "seq_len": seq_len, "vocab_size": vocab_size, "seed": seed}
         samples, scored, lines = open_samples(file, held_files, data, validation, **sizes)
-        return Corpus(samples, scored, tok, token_bytes, (_corpus_line(file, tok), *lines, *left), bad_rows)
+        return Corpus(samples, scored, tok, token_bytes, (_corpus_line(file, tok), *lines))
     # held out even if nothing is scored, so that switching validation on or off does not change the training data
     holds_out = validation.fraction > 0 and not validation.path
     cut = _cut(file, validation.fraction, seq_len) if holds_out else file.meta.num_tokens
@@ -101,8 +104,7 @@ def open_corpus(
     for name, part in held.items():
         _check_held_out(train, part, validation, global_batch_size, name)
     lines = _describe(train, held, tok, global_batch_size)
-    described = (f"{lines[0]}; {boundary.describe()}", *lines[1:], *left)
-    return Corpus(train, held, tok, token_bytes, described, bad_rows)
+    return Corpus(train, held, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
 
 
 def _token_bytes(tok: Tokenizer, vocab_size: int) -> npt.NDArray[np.int32]:

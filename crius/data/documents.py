@@ -141,7 +141,7 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
                 f"source stdlib takes no path, but got {data.path[0]}.", where=flag, fix="--data.source text, or jsonl"
             )
         return _stdlib_files()
-    suffixes = _SUFFIXES.get(data.source) or (kind_of(data.source).suffix,)
+    suffixes: tuple[str, ...] = _SUFFIXES.get(data.source) or (kind_of(data.source).suffix,)
     if data.source in _SUFFIXES:
         suffixes += tuple(suffix + end for suffix in suffixes for end in COMPRESSED)
     if not data.path:

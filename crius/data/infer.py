@@ -37,7 +37,7 @@ def infer(given: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     Raises:
         ConfigError: the paths are files of several kinds, or of none.
     """
-    paths = [path for path in given.get("data.path", ()) if path != "()"]  # of an empty list in TOML
+    paths = given.get("data.path", ())
     source = "".join(given.get("data.source", ())).lower()
     row_format = "".join(given.get("data.format", ())).lower()
     inferred: dict[str, Any] = {}

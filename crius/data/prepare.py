@@ -28,7 +28,7 @@ from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import BLOCK_BYTES, BlockHasher
 from crius.data.documents import describe, find_files
 from crius.data.meta import CHAT_VERSION, DTYPES, FORMAT_VERSION, META, TokenMeta
-from crius.data.rows import BAD_ROWS
+from crius.data.rows import BAD_ROWS, Refusals
 from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
 from crius.data.work import Encode, Encoded, Work, work_on
@@ -87,7 +87,8 @@ def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_worke
         with _temporary_folder(out) as temporary:
             chunks = _encode_all(work, temporary, num_workers)
             with contextlib.closing(chunks) as encoded:
-                meta = _write(temporary, encoded, tokenizer, source, work)
+                kept = _without_bad_rows(encoded, work.refusals, temporary)
+                meta = _write(temporary, kept, tokenizer, source, work.fingerprint)
             _sync(temporary)
             temporary.rename(out)
             _sync(out.parent)
@@ -137,8 +138,19 @@ def _locked(folder: Path, flag: int = 0) -> Iterator[None]:
         os.close(handle)
 
 
-def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str, work: Work) -> TokenMeta:
-    fingerprint = work.fingerprint
+def _without_bad_rows(encoded: Iterable[Encoded], refusals: Refusals, folder: Path) -> Iterator[Encoded]:
+    """The chunks with tokens. After the last one, the rows that were left out are listed in ``folder``."""
+    for chunk in encoded:
+        for error in chunk.errors:
+            refusals.refuse(error)
+        if len(chunk.ends):
+            yield chunk
+    if bad_rows := refusals.text():
+        (folder / BAD_ROWS).write_text(bad_rows, encoding="utf-8", errors="backslashreplace")
+        _sync(folder / BAD_ROWS)
+
+
+def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str, fingerprint: str) -> TokenMeta:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     names = (TOKENS, DOCUMENTS, TOKEN_BYTES, *([TARGETS] if fingerprint else []))
     hashes = {name: hashlib.sha256() for name in names}
@@ -158,10 +170,6 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         tokens, documents = (stack.enter_context((folder / name).open("wb")) for name in (TOKENS, DOCUMENTS))
         targets = stack.enter_context((folder / TARGETS).open("wb")) if fingerprint else None
         for chunk in encoded:
-            for error in chunk.errors:
-                work.refusals.refuse(error)
-            if not len(chunk.ends):
-                continue
             put(tokens, TOKENS, chunk.tokens.astype(DTYPES[dtype]))
             if targets and chunk.targets is not None:
                 put(targets, TARGETS, chunk.targets.astype(np.uint8))
@@ -172,10 +180,6 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
             largest = max(largest, int(chunk.tokens.max(initial=0)))
             num_tokens = num_tokens + len(chunk.tokens)
             num_documents = num_documents + len(starts)
-    bad_rows = work.refusals.text()
-    if bad_rows:
-        (folder / BAD_ROWS).write_text(bad_rows, encoding="utf-8", errors="backslashreplace")
-        _sync(folder / BAD_ROWS)
     if not num_documents:
         what = "conversation" if fingerprint else "document with text"
         raise DataError(f"the corpus is empty: no {what} in {source}.", where="--data.path")

@@ -50,11 +50,11 @@ class Refusals:
     """Rows that cannot be used. The first one is an error, unless such rows are left out, counted and listed.
 
     Args:
-        skips: leave out such rows, up to 1 % of all rows, or up to 1 row.
+        bad_rows: refuse, or skip to leave out such rows, up to 1 % of all rows, or up to 1 row.
     """
 
-    def __init__(self, *, skips: bool) -> None:
-        self._skips = skips
+    def __init__(self, bad_rows: str) -> None:
+        self._skips = bad_rows == "skip"
         self._num_rows = 0
         self._errors: list[DataError] = []
 
@@ -377,7 +377,6 @@ def checked_text(text: object, what: str, where: str) -> str:
 def json_kind(value: object) -> str:
     """A name of the kind of a JSON value, for messages."""
     kinds = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null", "bool": "true or false"}
-    kinds["bytes"] = "bytes"
     return kinds.get(type(value).__name__, f"a number ({value})" if isinstance(value, int | float) else "no JSON value")
 
 

@@ -71,7 +71,7 @@ class Work(NamedTuple):
     encode: Encode
     make: Callable[[], Encode]
     fingerprint: str = ""
-    refusals: Refusals = Refusals(skips=False)
+    refusals: Refusals = Refusals("refuse")
 
 
 def encode_chunk(tokenizer: Tokenizer, chunk: list[Piece]) -> Encoded:
@@ -105,10 +105,10 @@ def encode_samples(encoder: SampleEncoder, chunk: list[Any]) -> Encoded:
 
 
 def document_work(
-    pieces: Iterable[Piece | DataError], tokenizer: Tokenizer, config: TokenizerConfig, *, skips: bool = False
+    pieces: Iterable[Piece | DataError], tokenizer: Tokenizer, config: TokenizerConfig, bad_rows: str = "refuse"
 ) -> Work:
-    """Work on documents, each followed by the end-of-document id. ``skips``: see ``Refusals``."""
-    refusals = Refusals(skips=skips)
+    """Work on documents, each followed by the end-of-document id. ``bad_rows``: see ``Refusals``."""
+    refusals = Refusals(bad_rows)
     chunks = _chunks(refusals.accepted(pieces))
     return Work(chunks, partial(encode_chunk, tokenizer), partial(_document_encoder, config), refusals=refusals)
 
@@ -120,7 +120,7 @@ def chat_work(data: DataConfig, files: Sequence[Path], tokenizer: Tokenizer, con
         DataError: the tokenizer has no chat template.
     """
     encoder = chat_encoder(data, config, tokenizer)
-    refusals = Refusals(skips=data.bad_rows == "skip")
+    refusals = Refusals(data.bad_rows)
     conversations = encoder.counted(refusals.accepted(read_conversations(data, files)))
     return Work(
         chunks=_batched(conversations, CHUNK_CONVERSATIONS),
@@ -135,7 +135,7 @@ def work_on(data: DataConfig, files: tuple[Path, ...], tokenizer: Tokenizer, con
     """Work on the documents or conversations of ``files``, by ``data.format``."""
     if data.format == "chat":
         return chat_work(data, files, tokenizer, config)
-    return document_work(read_pieces(data, files), tokenizer, config, skips=data.bad_rows == "skip")
+    return document_work(read_pieces(data, files), tokenizer, config, data.bad_rows)
 
 
 def read_records(data: DataConfig, files: tuple[Path, ...]) -> Iterator[Conversation | Piece | DataError]:

@@ -382,6 +382,7 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
         f"{active}{facts.matmul_parameters:,} in matmuls",
         f"model: {describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size)}",
         *(f"data: {line}" for line in corpus.description),
+        *(f"data: {line[2:]}" for line in corpus.bad_rows.splitlines() if line.startswith("# ")),
     ]
     for line in lines:
         log.info("%s", line)

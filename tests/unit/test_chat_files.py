@@ -25,7 +25,7 @@ def zstd(content):
 
 def read(path, source="jsonl", **settings):
     data = DataConfig(format="chat", source=source, path=(str(path),), **settings)
-    return list(Refusals(skips=False).accepted(read_conversations(data, find_files(data))))
+    return list(Refusals("refuse").accepted(read_conversations(data, find_files(data))))
 
 
 def write(path, *values):

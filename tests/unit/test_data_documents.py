@@ -19,7 +19,7 @@ from crius.errors import DataError
 
 def read(source, *patterns, **options):
     data = DataConfig(source=source, path=tuple(map(str, patterns)), **options)
-    return list(Refusals(skips=False).accepted(read_pieces(data, find_files(data))))
+    return list(Refusals("refuse").accepted(read_pieces(data, find_files(data))))
 
 
 def write(path: Path, content: str | bytes) -> Path:

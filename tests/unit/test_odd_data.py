@@ -232,7 +232,7 @@ def records(folder, files, flags):
     }
     lists = {name: tuple(given.get(f"data.{name}", ())) for name in ("path", "columns")}
     data = DataConfig(**settings | lists)
-    refusals = Refusals(skips=data.bad_rows == "skip")
+    refusals = Refusals(data.bad_rows)
     found = list(refusals.accepted(read_records(data, find_files(data))))
     refusals.text()
     return found
