@@ -1,6 +1,8 @@
 """``crius tune``."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import shlex
@@ -184,7 +186,8 @@ def _facts(words: Sequence[str]) -> Facts:
         raise explain(error, arguments) from None
     if command is not train_verb.train or {*bound.arguments} & {"dry_run", "as_json", "config"}:
         raise ConfigError("crius tune takes settings of crius train.", where="command line", fix="crius tune --help")
-    facts = facts_of(bound.arguments.get("run", RunConfig()), bound.arguments.get("nproc", 0), None)
+    with contextlib.redirect_stderr(io.StringIO()):  # the run itself prints its decisions
+        facts = facts_of(bound.arguments.get("run", RunConfig()), bound.arguments.get("nproc", 0), None)
     rules.check(facts)
     return facts
 

@@ -53,6 +53,7 @@ def test_a_set_of_any_size_gets_50_steps_of_whole_batches(sequences, ranks):
         ([9000] * 100, 0, 4096),
         ([9000] * 100, 2048, 2048),
         ([128], 0, 128),
+        ([76] * 30, 0, 128),  # fewer sequences would need more epochs
     ],
 )
 def test_a_sequence_has_room_for_conversations_and_little_padding(lengths, context, want):

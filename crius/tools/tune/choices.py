@@ -75,7 +75,7 @@ def held_out_fraction(conversations: int) -> float:
 
 def seq_len_for(lengths: npt.NDArray[np.int64], context: int) -> tuple[int, str]:
     """Tokens of a sequence, and the reason: the least power of two that 99 % of the conversations fit into, and in
-    which they are packed with at most ``MOST_PADDING``.
+    which they are packed with at most ``MOST_PADDING``, if enough sequences are left for ``LEAST_STEPS``.
 
     Args:
         lengths: tokens of each conversation.
@@ -84,20 +84,20 @@ def seq_len_for(lengths: npt.NDArray[np.int64], context: int) -> tuple[int, str]
     most = min(context or LONGEST, LONGEST)
     fitting = max(128, 1 << (math.ceil(float(np.percentile(lengths, 99))) - 1).bit_length())
     chosen = min(fitting, most)
-    while 2 * chosen <= min(most, 8 * fitting) and _padding(lengths, chosen) > MOST_PADDING:
+    sequences, padding = _packed(lengths, chosen)
+    while padding > MOST_PADDING and 2 * chosen <= min(most, 8 * fitting) and sequences * EPOCHS >= 2 * LEAST_STEPS:
         chosen *= 2
+        sequences, padding = _packed(lengths, chosen)
     longer = int((lengths > chosen).sum())
     what = f"{longer:,} of {len(lengths):,} conversations are longer" if longer else "all conversations fit"
-    return (
-        chosen,
-        f"{what}, with {_padding(lengths, chosen):.0%} padding; the longest has {int(lengths.max()):,} tokens",
-    )
+    return chosen, f"{what}, with {padding:.0%} padding; the longest has {int(lengths.max()):,} tokens"
 
 
-def _padding(lengths: npt.NDArray[np.int64], seq_len: int) -> float:
-    """Share of padding in packed sequences."""
+def _packed(lengths: npt.NDArray[np.int64], seq_len: int) -> tuple[int, float]:
+    """Number of packed sequences, and the share of padding in them."""
     cut = np.minimum(lengths, seq_len)
-    return 1 - float(cut.sum()) / ((len(pack(cut, seq_len, 0).firsts) - 1) * seq_len)
+    sequences = len(pack(cut, seq_len, 0).firsts) - 1
+    return sequences, 1 - float(cut.sum()) / (sequences * seq_len)
 
 
 def schedule_for(sequences: int, ranks: int = 1, batch: int = 0, epochs: int = 0) -> tuple[int, int, int]:

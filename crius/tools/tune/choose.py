@@ -70,11 +70,17 @@ def choose(
     """
     facts = look_at([*named, *chosen.words(), f"--{BATCH}", "1"])
     ranks = facts.data_parallel_ranks
-    train_set, held_set, _ = corpus_of(facts)
+    train_set = corpus_of(facts)[0]
     lengths = lengths_of(train_set)
     fraction = held_out_fraction(len(lengths))
-    number = round(fraction * len(lengths))
-    chosen.take("validation.fraction", fraction, f"{number:,} of {len(lengths):,} conversations are never trained on")
+    for name, value in (
+        ("data.source", facts.config.data.source),
+        ("data.format", facts.config.data.format),
+        ("model.attention_mask", facts.config.model.attention_mask),
+    ):
+        chosen.take(name, value, "as the data looks")
+    why = f"{max(1, round(fraction * len(lengths))):,} of {len(lengths):,} conversations are never trained on"
+    chosen.take("validation.fraction", fraction, why)
     context = longest_context(open_weights(facts.config.checkpoint.init_from))
     chosen.take(SEQ_LEN, *seq_len_for(lengths, context))
     facts = look_at([*named, *chosen.words(), f"--{BATCH}", str(ranks)])
