@@ -3,7 +3,10 @@
 import sys
 from collections.abc import Sequence
 
+from crius.config.verbs import check_verb
+from crius.errors import ConfigError
 from crius.launch.stop import leave_on_stop_signals
+from crius.redact import printable, redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -11,6 +14,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["train"]:
         leave_on_stop_signals()
+    try:
+        check_verb(arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"{printable(redact(str(error)))}\n")
+        return error.exit_code
     from crius import cli  # takes about a second
 
     return cli.main(arguments)

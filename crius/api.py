@@ -139,7 +139,7 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
             sink ends the run.
 
     Raises:
-        ConfigError: settings are wrong or exclude each other; the message names all of them, as command-line flags.
+        ConfigError: settings are wrong or exclude each other; the message names all of them.
         EnvironmentError: this process trains already, or has a process group.
         CriusError: the run failed; the class is that of the failure, such as ``NonFiniteError``.
     """
@@ -159,21 +159,22 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
         words = words_of({} if config is None else config, recipe, Path(scratch))
         with _located("crius.run", str(Path(scratch) / FILE)):
             facts, folder = prepared(checked_run_of(*words), 0, None)
-        if facts.num_ranks > 1:
-            _train_apart(words, folder, sinks)
-        else:
-            _train_here(facts, folder, sinks)
+            if facts.num_ranks > 1:
+                _train_apart(words, folder, sinks)
+            else:
+                _train_here(facts, folder, sinks)
     return load_run(folder)
 
 
 @contextlib.contextmanager
 def _located(where: str, file: str = "command line") -> Iterator[None]:
-    """Errors from ``file`` say that they are from ``where``."""
+    """Errors from ``file`` say that they are from ``where``, and name keys in place of flags."""
+    from crius.cli.from_python import with_keys
+
     try:
         yield
     except CriusError as error:
-        what, origin = (part.replace(file, where) for part in (error.what, error.where))
-        raise type(error)(what, where=origin, why=error.why, fix=error.fix) from None
+        raise with_keys(error, file, where) from None
 
 
 def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:

@@ -14,7 +14,8 @@ from cyclopts import CycloptsError
 from crius.cli.app import COMMAND, SOURCES, app, silence_stdout
 from crius.cli.help import HELP_PAGE
 from crius.config.argv import normalized_argv
-from crius.config.names import WrongSettings, explain
+from crius.config.names import WrongSettings, explain, nearest_typo
+from crius.config.verbs import check_verb, no_verb
 from crius.data.documents import is_utf8
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import import_models
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_parsed = False
     parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)
     try:
-        arguments = import_named(arguments)
+        arguments = _with_known_verb(import_named(arguments))
         add_verbs(arguments[0] if arguments else "")
         arguments = HELP_PAGE.choose(arguments, app)
         command, bound, _ = parse(arguments)
@@ -85,6 +86,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # a mistake of Crius, or of a library below it
         print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return 1
+
+
+def _with_known_verb(arguments: list[str]) -> list[str]:
+    """``arguments``, with ``help`` and ``version`` as the flags that they stand for.
+
+    Raises:
+        ConfigError: the first word is not a verb.
+    """
+    check_verb(arguments)
+    verb, *rest = arguments or [""]
+    if verb in ("help", "version"):
+        return [*rest, f"--{verb}"]
+    if near := nearest_typo(verb, VERBS) if verb not in VERBS else "":
+        raise no_verb(verb, [near, *rest])
+    if verb and verb not in VERBS and not verb.startswith(("-", "_")):
+        raise no_verb(verb, ["--help"])
+    return arguments
 
 
 def add_verbs(verb: str = "") -> None:

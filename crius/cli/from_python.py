@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -24,6 +25,10 @@ _OPTIONS = {
 """Options of ``crius train`` that are not settings, and what to do in place of each."""
 
 _NAMES = {*flatten(RunConfig()), *SHORT, "config", "layout"}
+
+_FLAG = re.compile(r"--([\w.]+)(?:(?: |=)('[^']*'|[\w./*+-]+))?")
+_FIX = "  fix    "
+_NOT_VALUES = ("and", "for", "in", "is", "of", "or", "to", "with")
 
 FILE = "run.toml"  # of a whole RunConfig, for the words of a command line
 
@@ -102,3 +107,38 @@ def words_of(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) 
 def _flag(name: str, value: Any) -> list[str]:
     is_word = not isinstance(value, (bool, list, tuple))
     return [f"--{name}={value}"] if is_word else flag(name, value)
+
+
+def with_keys(error: CriusError, file: str, where: str) -> CriusError:
+    """``error`` in the words of Python: keys in place of flags, and ``where`` in place of the command line.
+
+    Args:
+        error: changed in place.
+        file: the file of ``words_of``.
+        where: function that was called.
+    """
+    for part, text in {"what": error.what, "where": error.where, "why": error.why}.items():
+        for place in (file, "command line"):
+            text = text.replace(place, where)
+        setattr(error, part, "\n".join(map(_line_with_keys, text.split("\n"))))
+    error.fix = _line_with_keys(f"{_FIX}{error.fix}").removeprefix(_FIX)
+    return error
+
+
+def _line_with_keys(line: str) -> str:
+    if line.startswith(f"{_FIX}crius "):
+        return line
+    if line.startswith(_FIX):
+        return _FLAG.sub(_as_key, line)
+    return re.sub(r"(?<!\w)--(?=[a-z_])", "", line.replace("unknown flag --", "unknown key "))
+
+
+def _as_key(match: re.Match[str]) -> str:
+    """A flag, and its value if it has one, as an entry of a mapping."""
+    name, value = match.groups()
+    if value is None or value in _NOT_VALUES:
+        return f'"{name}"' + (f" {value}" if value else "")
+    word = value.strip("'")
+    is_literal = re.fullmatch(r"-?[\d.]+(e-?\d+)?", word) is not None
+    literal = {"true": "True", "false": "False"}.get(word, word if is_literal else f'"{word}"')
+    return f'"{name}": {literal}'

@@ -6,6 +6,7 @@ Order: defaults < recipe (``--recipe NAME``) < ``--config a.toml`` (repeatable, 
 import contextlib
 import functools
 import importlib.resources
+import re
 import shlex
 import sys
 import tomllib
@@ -21,6 +22,7 @@ from crius import plugins
 from crius.config.data import check_source
 from crius.config.layout import spread_layout, spread_microbatches
 from crius.config.names import WrongSettings, conversion, did_you_mean, unknown
+from crius.config.other_formats import other_format
 from crius.config.other_trainers import ALIASES
 from crius.config.toml_file import COMMAND_LINE_ONLY, choices_of, takes, toml_table, wrong_kind
 from crius.errors import ConfigError, CriusError
@@ -107,12 +109,16 @@ class RunSources:
         Raises:
             WrongSettings: some keys or values of the files or of the command line are wrong.
         """
-        if problems := list(self._problems(commands, arguments)):
+        problems = list(self._problems(commands, arguments))
+        if problems or any(argument.children and argument.tokens for argument in arguments):  # a section has no value
             raise WrongSettings(problems, arguments)
 
     def _problems(self, commands: Collection[str], arguments: ArgumentCollection) -> Iterator[CriusError]:
         """Fill ``arguments``; yields the errors in keys and values of files and command line."""
         named = {argument.name: argument for argument in arguments}
+        for argument in arguments:
+            if int in (argument.hint, *get_args(argument.hint)):
+                argument.tokens = [token.evolve(value=_whole(token.value)) for token in argument.tokens]
         self.origins, self._model_file = {}, ""  # of this command line alone
         if "--recipe" not in named:
             yield from self._spread_data(named, DATA_DECIDES)
@@ -312,6 +318,10 @@ def _config_file(path: str) -> tuple[str, dict[str, Any]]:
         fix = f"--config {shlex.quote(str(inner))}" if inner.is_file() else "give a TOML file"
         raise ConfigError(what, where="--config", fix=fix) from None
     except ValueError as error:
+        kind, flags = other_format(file)
+        if flags:
+            fix = f"write {shlex.join(flags)} in place of --config {shlex.quote(path)}"
+            raise ConfigError(f"{file} is {kind}, and not TOML.", where="--config", fix=fix) from None
         raise ConfigError(f"{file} is not valid TOML: {error}.", where="--config", fix="correct that line") from None
 
 
@@ -368,7 +378,9 @@ def _fill(
     """
     fields = {name[2:]: argument for name, argument in named.items() if "." in name and not argument.children}
     strange = [name for name in settings if name not in fields]
-    yield from (unknown("key", name, fields, source) for name in strange[:MOST_UNKNOWN])
+    for name in strange[:MOST_UNKNOWN]:
+        value = settings[name]
+        yield unknown("key", name, fields, source, value=str(value).lower() if isinstance(value, bool) else str(value))
     if len(strange) > MOST_UNKNOWN:
         yield ConfigError(f"{len(strange) - MOST_UNKNOWN} more keys are unknown.", where=source)
     for name, value in settings.items():
@@ -408,6 +420,13 @@ def _wrong_number(argument: Argument, text: str) -> str:
     if abs(value) >= 2**63:
         return f"{shown} does not fit into 64 bits."
     return "" if value.is_integer() else f"{shown} is not a whole number."
+
+
+def _whole(text: str) -> str:
+    """A count such as 1e6 in digits; any other text as it is."""
+    if re.fullmatch(r"\d+(\.\d+)?e\+?\d{1,2}", text, re.IGNORECASE) and float(text).is_integer():
+        return str(int(float(text)))
+    return text
 
 
 def _canonical(value: str, hint: Any) -> str:

@@ -2,14 +2,17 @@
 
 import contextlib
 import itertools
+import json
 import re
+import shlex
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from cyclopts import ArgumentCollection, CoercionError, CycloptsError
 from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
-from crius.config.other_trainers import MOVED, NOTHING
+from crius.config.other_trainers import MAIN, MOVED, NOTHING, OPTIONS_BY_NAME, VALUES
 from crius.errors import ConfigError, CriusError
 
 
@@ -47,16 +50,19 @@ def _mistakes(
     error: CycloptsError | WrongSettings, argv: Sequence[str], parse: Callable[[list[str]], Any] | None
 ) -> Iterator[CriusError]:
     if isinstance(error, UnusedCliTokensError):
-        unused = " ".join(error.unused_tokens or ())
-        fix = "leave it out; a flag with several values is repeated: --flag A --flag B"
-        if unused.endswith(".toml"):
-            fix = f"--config {unused}"
-        yield ConfigError(f"{unused} does not belong to a flag.", where="command line", fix=fix)
+        yield from map(_stray, error.unused_tokens or ())
     elif isinstance(error, WrongSettings):
         yield from _unknown_flags(error.arguments, argv, argv)
         yield from error.problems
     elif isinstance(error, UnknownOptionError):
         yield from _unknown_flags(error.argument_collection, [error.token.keyword or error.token.value, *argv], argv)
+    elif isinstance(error, MissingArgumentError) and error.argument and error.argument.children:  # a section
+        yield unknown(
+            "flag",
+            error.keyword or error.argument.name,
+            [child.name[2:] for child in error.argument.children],
+            "command line",
+        )
     else:
         yield conversion(error, error.command_chain or ())
     if parse and isinstance(error, MissingArgumentError) and error.keyword and error.keyword in argv:
@@ -68,16 +74,58 @@ def _mistakes(
             yield from _mistakes(another, rest, parse)
 
 
+_FLAG_OF_FILE = {
+    ".toml": "--config",
+    ".yaml": "--config",
+    ".yml": "--config",
+    ".json": "--config",
+    ".jsonl": "--data.source jsonl --data.path",
+    ".parquet": "--data.source parquet --data.path",
+    ".txt": "--data.source text --data.path",
+}
+
+
+def _stray(word: str) -> ConfigError:
+    """Error about a word of the command line that belongs to no flag."""
+    name, equals, value = word.partition("=")
+    what = f"{word} does not belong to a flag."
+    fix = "leave it out; a flag with several values is repeated: --flag A --flag B"
+    suffix = next((suffix for suffix in _FLAG_OF_FILE if word.endswith(suffix)), "")
+    if equals and re.fullmatch(r"[a-z_][\w.-]*", name, re.IGNORECASE):
+        what = f"{word} has no dashes."
+        fix = f"write --{shlex.quote(word)} in place of {shlex.quote(word)}"
+    elif suffix:
+        fix = f"write {_FLAG_OF_FILE[suffix]} {shlex.quote(word)} in place of {shlex.quote(word)}"
+    elif word == "help":
+        fix = "write --help in place of help"
+    return ConfigError(what, where="command line", fix=fix)
+
+
 def _unknown_flags(arguments: ArgumentCollection, words: Iterable[str], argv: Sequence[str]) -> Iterator[ConfigError]:
     known = {name for argument in arguments if not argument.children for name in (*argument.names, *argument.negatives)}
     short = {} if "--recipe" not in known else SHORT | PLAN_SHORT if "--gpus" in known else SHORT
     names = [*(name.removeprefix("--") for name in known), *short]
     verb = " ".join(itertools.takewhile(lambda token: token.isidentifier(), argv))
     written = (token.partition("=")[0] for token in itertools.takewhile(lambda token: token != "--", words))
-    values = dict(itertools.pairwise(argv)) | dict(word.split("=", 1) for word in argv if "=" in word)
+    values = dict(_values(argv, takes_several="--recipe" in known))
     for flag in dict.fromkeys(written):
-        if flag.startswith("-") and not _is_number(flag) and flag not in known:
+        if _is_flag(flag) and flag not in known:
             yield unknown("flag", flag, names, "command line", verb, values.get(flag, ""))
+
+
+def _values(argv: Sequence[str], *, takes_several: bool) -> Iterator[tuple[str, str]]:
+    """The flags of a command line, and what was written as the value of each; words after a flag may be several."""
+    for place, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        following = list(itertools.takewhile(lambda other: not _is_flag(other), argv[place + 1 :]))
+        if not takes_several:
+            del following[1:]
+        if _is_flag(flag):
+            yield flag, value if equals else " ".join(following)
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and not _is_number(word)
 
 
 def _is_number(text: str) -> bool:
@@ -102,9 +150,14 @@ def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
         return ConfigError(what, where="command line", fix=f"crius {' '.join(commands)} --help says what it takes")
     if not commands:
         return ConfigError(text, where="command line", fix="crius --help lists the verbs")
-    if setting := re.search(r" (?:for|parameter) --([a-z_0-9]+(?:\.[a-z_0-9]+)+)", text):
-        return ConfigError(text, where="command line", fix=f"crius config explain {setting[1]} says what it takes")
     where = "" if " from " in text else "command line"
+    if setting := re.search(r" (?:for|parameter) --([a-z_0-9]+(?:\.[a-z_0-9]+)+)", text):
+        name = setting[1]
+        instead, why = _answered(name, name, value)
+        fix = f"crius config explain {name} says what it takes"
+        if instead != name:
+            fix = why or _replacing("flag" if where else "key", f"--{name}" if where else name, value, instead)
+        return ConfigError(text, where="command line", fix=fix)
     return ConfigError(
         text, where=where, fix=f"see {' '.join(['crius', *commands])} --help all for the possible values"
     )
@@ -125,20 +178,45 @@ def unknown(
     """
     dashes = "--" if kind == "flag" else ""
     shown = written if written.isprintable() else ascii(written)
-    names, ours = list(known), written.removeprefix("--").replace("-", "_")
-    instead, why = meant(ours, names)
+    names = list(known)
+    ours = written.lstrip("-").replace("-", "_")
+    instead, why = meant(ours, names, value)
     if instead:
-        hint = f"{dashes}{instead}"
-        replaced = f" in place of {shown} {value}" if " " in instead and value and not value.startswith("-") else ""
-        return ConfigError(f"unknown {kind} {shown}, did you mean {hint}?", where=where, fix=f"write {hint}{replaced}")
+        what = f"unknown {kind} {shown}, did you mean {dashes}{instead}?"
+        return ConfigError(what, where=where, fix=_replacing(kind, shown, value, instead))
     if why:
         fix = "crius train --help all lists every flag" if kind == "setting" else "leave it out"
         return ConfigError(f"unknown {kind} {shown}: Crius lacks it.", where=where, why=why, fix=fix)
     if any(name.startswith(f"{ours}.") for name in names):
         fix = f"crius {verb} --help {ours} lists its settings"
+        if MAIN.get(ours) in names:
+            fix = _replacing(kind, shown, value, _answered(ours, MAIN[ours], value)[0] or MAIN[ours])
         return ConfigError(f"{shown} is a section, not a setting.", where=where, fix=fix)
     what = f"unknown {kind} {shown}: there is no such setting."
     return ConfigError(what, where=where, fix=f"crius {verb} --help all lists every flag")
+
+
+def _replacing(kind: str, written: str, value: str, instead: str) -> str:
+    """The fix that writes ``instead``, a setting and perhaps its value, in place of a name and its value."""
+    setting, _, fixed = instead.partition(" ")
+    words = fixed.split() or [value] * bool(value)
+    if kind == "key" and "." in setting:
+        section, _, leaf = setting.rpartition(".")
+        items = [_toml(word) for word in words]
+        shown = items[0] if len(items) == 1 else f"[{', '.join(items)}]"
+        return f"write {leaf} = {shown} below [{section}] in place of {written}" if words else f"write {instead}"
+    if kind != "flag":
+        return f"write {instead}"
+    flags = " ".join(f"--{setting} {shlex.quote(word)}" for word in words) or f"--{setting}"
+    return f"write {flags} in place of {written} {value}".rstrip() if words else f"write {flags}"
+
+
+def _toml(word: str) -> str:
+    """``word`` as a value of TOML: a number and true stay, all else is quoted."""
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        tomllib.loads(f"x = {word}")
+        return word
+    return json.dumps(word, ensure_ascii=False)
 
 
 # Short names of flags, for the verbs that take the settings of a run.
@@ -211,12 +289,13 @@ def _edits(a: str, b: str) -> int:
     return row[-1]
 
 
-def meant(name: str, known: Iterable[str]) -> tuple[str, str]:
+def meant(name: str, known: Iterable[str], value: str = "") -> tuple[str, str]:
     """The setting that an unknown name stands for.
 
     Args:
         name: dotted, with underscores.
         known: dotted names of all settings.
+        value: what was written as its value.
 
     Returns:
         The setting to write instead, with a value if that matters; and why there is no such setting. At least one of
@@ -225,9 +304,11 @@ def meant(name: str, known: Iterable[str]) -> tuple[str, str]:
     name = name.removeprefix("quantize.linear.")  # torchtitan's newer name for its float8 and mx
     names, (section, _, leaf) = list(known), name.rpartition(".")
     sections = (f"{outer}.*" for outer in itertools.accumulate(section.split("."), "{}.{}".format))
+    if OPTIONS_BY_NAME.get(leaf) in names:
+        return OPTIONS_BY_NAME[leaf], ""
     for key in (name, leaf, *sections):
-        if key in MOVED:
-            return MOVED[key], ""
+        if MOVED.get(key, "").split(" ")[0] in names:
+            return _answered(key, MOVED[key], value)
         if key in NOTHING:
             return "", NOTHING[key]
     if near := nearest_typo(name, names):
@@ -236,3 +317,24 @@ def meant(name: str, known: Iterable[str]) -> tuple[str, str]:
         homes = [other for other in names if other.count(".") == 1 and other.endswith(f".{name}")]
         return (homes[0] if len(homes) == 1 else ""), ""
     return (section if section in names else ""), ""
+
+
+def _answered(key: str, instead: str, value: str) -> tuple[str, str]:
+    """What to write for the name ``key`` with a value, or the reason why there is no such value.
+
+    Args:
+        key: a name in ``MOVED``, or a setting.
+        instead: the setting of that name, perhaps with a value.
+        value: what was written, one word or several.
+    """
+    setting = instead.split(" ")[0]
+    if setting == "model.name" and "/" in value:
+        return "checkpoint.init_from", ""
+    answers = VALUES.get(key) or VALUES.get(setting, {})
+    parts = [part for part in re.split(r"[\s,\[\]\"']+", value.lower()) if part] or [""]
+    if not all(part in answers for part in parts):
+        return instead, ""
+    first, *others = dict.fromkeys(answers[part] for part in parts)
+    if "." not in first.split(" ")[0]:
+        return "", first
+    return " ".join([first, *(other.partition(" ")[2] for other in others)]), ""

@@ -1,4 +1,5 @@
-"""Names of settings in other trainers: torchtitan, Megatron, Hugging Face, nanoGPT. Data only."""
+"""Names and values of settings in other trainers: torchtitan, Megatron, DeepSpeed, Hugging Face (with PEFT and TRL),
+axolotl, nanoGPT. Data only."""
 
 # torchtitan's names of flags that Crius spells otherwise; accepted wherever a flag or a TOML key is.
 ALIASES = {
@@ -200,7 +201,6 @@ NOTHING = {
     "model.hf_assets_path": "tokenizer.path names a tokenizer, checkpoint.init_from names weights",
     "model.print_after_conversion": "the log says which layers are converted",
     "model.use_flex_attn": "model.attention_mask and kernels.attention choose among the kernels",
-    "nproc_per_node": "--nproc N starts N processes; those of torchrun --nproc_per_node N are joined",
     "optimizer.early_step_in_backward": "gradients are clipped by their global norm, which is known after the backward",
     **dict.fromkeys(("parallelism.disable_loss_parallel", "training.enable_loss_parallel"), _LOSS),
     "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",
@@ -213,3 +213,212 @@ NOTHING = {
     **dict.fromkeys(("validation.local_batch_size", "validation.seq_len", "per_device_eval_batch_size"), _VALIDATION),
     "warmup_ratio": "lr_scheduler.warmup_steps is a number of steps",
 }
+
+# More names by setting, with a value if that is the meaning. tests/unit/test_foreign_words.py says whose they are.
+_ALSO = {
+    "activation_checkpoint.mode": "recompute_granularity",
+    "activation_checkpoint.mode full": "activation_checkpointing recompute_activations",
+    "checkpoint.init_from": "base_model base_model_name_or_path pretrained_checkpoint",
+    "checkpoint.interval": "save_interval",
+    "checkpoint.load_path": "load",
+    "data.name": "dataset_config",
+    "data.packing": "sample_packing",
+    "data.path": "data_files dataset dataset_name datasets.path train_data_path train_file",
+    "data.shuffle": "shuffle_dataset",
+    "data.source stdlib": "mock_data",
+    "data.split": "dataset_train_split",
+    "data.text_field": "dataset_text_field text_column",
+    "data.too_long": "excess_length_strategy",
+    "data.too_long truncate": "truncation_mode",
+    "debug.deterministic": "deterministic_mode",
+    "job.name": "wandb_name",
+    "job.run_dir": "resume save",
+    "kernels.attention": "attn_implementation",
+    "kernels.attention flash": "flash_attention use_flash_attn",
+    "kernels.attention flex": "flex_attention",
+    "kernels.linear_cross_entropy chunked": "chunked_cross_entropy use_liger_kernel",
+    "lora.alpha": "lora_alpha",
+    "lora.base int8": "load_in_8bit",
+    "lora.base nf4": "load_in_4bit",
+    "lora.rank": "lora_r lora_rank r",
+    "lora.rank 16": "adapter use_peft",
+    "lora.rslora": "peft_use_rslora use_rslora",
+    "lora.targets": "lora_target lora_target_modules target_modules",
+    "lr_scheduler.decay_type": "lr_decay_style",
+    "lr_scheduler.warmup_steps": "lr_warmup_iters num_warmup_steps",
+    "metrics.enable_progress_bar false": "disable_tqdm",
+    "metrics.enable_tensorboard true": "tensorboard_dir use_tensorboard",
+    "metrics.enable_wandb true": "use_wandb",
+    "metrics.log_interval": "steps_per_print",
+    "model.ffn_dim": "ffn_hidden_size",
+    "model.head_dim": "kv_channels",
+    "model.norm_eps": "layernorm_epsilon norm_epsilon",
+    "model.num_kv_heads": "num_query_groups",
+    "model.rope_theta": "rotary_base",
+    "model.tied_embeddings false": "untie_embeddings_and_output_weights",
+    "model.vocab_size": "vocabulary_size",
+    "optimizer.eps": "adam_eps",
+    "parallelism.context_parallel_degree": "sequence_parallel_degree",
+    "parallelism.data_parallel_replicate_degree": "dp_replicate_size",
+    "parallelism.data_parallel_shard_degree": "dp_shard_size",
+    "parallelism.data_parallel_shard_degree -1": "deepspeed use_distributed_optimizer zero_optimization zero_stage",
+    "parallelism.reshard_after_forward_mode": "reshard_after_forward",
+    "profiler.enable true": "profile",
+    "profiler.num_steps": "profiler_steps",
+    "tokenizer.path": "tokenizer_config tokenizer_model tokenizer_name tokenizer_name_or_path",
+    "training.device cpu": "no_cuda use_cpu",
+    "training.enable_cpu_offload true": "cpu_offload offload_optimizer offload_params optimizer_cpu_offload",
+    "training.gc_interval": "gc_steps manual_gc_interval",
+    "training.global_batch_size": "train_batch_size",
+    "training.local_batch_size": "train_micro_batch_size_per_gpu",
+    "training.max_norm": "clip_grad gradient_clipping",
+    "training.mixed_precision_param": "dtype torch_dtype",
+    "training.seq_len": "seq_length sequence_len",
+    "training.steps": "max_train_steps num_training_steps",
+    "validation.fraction": "val_set_size",
+    "validation.path": "dataset_test_split test_datasets valid_data_path validation_file",
+}
+MOVED |= {name: setting for setting, names in _ALSO.items() for name in names.split()}
+
+_LACKING = {
+    "a model is trained to predict the next token; DPO, rewards and RL are not built": "dpo_beta reward_model rl",
+    "adapters are of linear layers, without biases": "bias lora_bias lora_modules_to_save modules_to_save",
+    "adapters start as in the LoRA paper": "init_lora_weights loftq_config peft_init_lora_weights",
+    "checkpoints are not compared; checkpoint.keep_every keeps more of them": (
+        "early_stopping_patience greater_is_better load_best_model_at_end metric_for_best_model"
+    ),
+    "chat data trains on what the assistant says: data.format chat, and data.train_on last for its last turn": (
+        "assistant_only_loss completion_only_loss datasets.type roles_to_train train_on_inputs"
+    ),
+    "crius data prepare --num_workers N tokenises with N processes": "dataset_num_proc dataset_processes",
+    "crius evaluate measures a model, crius generate asks it": "do_eval do_predict do_train",
+    "each setting has a flag of its own: crius train --help all": (
+        "accelerator_config dataset_kwargs fsdp_config gradient_checkpointing_kwargs lr_scheduler_kwargs "
+        "model_init_kwargs optim_args torch_compile_backend torch_compile_mode"
+    ),
+    "every model is a causal language model": "lora_task_type task_type",
+    "no code of a model is run": "trust_remote_code",
+    "no noise is added, and the loss is plain cross-entropy": "label_smoothing_factor neftune_noise_alpha",
+    "nf4 has scales of its own; the computation is in training.mixed_precision_param": (
+        "bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant "
+        "use_bnb_nested_quant"
+    ),
+    "nothing is uploaded": "hub_model_id hub_private_repo hub_strategy hub_token",
+    "on a GPU training.local_batch_size is lowered until it fits": "auto_find_batch_size",
+    "sequences are filled with whole conversations, and columns that nothing uses are not read": (
+        "eval_packing group_by_length packing_strategy pad_to_multiple_of pad_to_sequence_len padding_free "
+        "remove_unused_columns"
+    ),
+    "tensor parallelism splits the sequence too": "sequence_parallel",
+    "the tokenizer's own chat template is used": "chat_template chat_template_path",
+    "tokenizer.path names a tokenizer.json": "merge_file tokenizer_type vocab_file",
+    "torchrun or Slurm start processes on several nodes, and each crius train joins them": (
+        "hostfile local_rank machine_rank main_process_port master_addr master_port nnodes node_rank num_machines "
+        "num_nodes"
+    ),
+    "wandb login and the variables of wandb, such as WANDB_PROJECT, choose the place": "wandb_entity wandb_project",
+    "weights are sharded and gradients reduced by FSDP2, without buckets": (
+        "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters overlap_grad_reduce"
+    ),
+    NOTHING["lora.use_dora"]: "peft_use_dora",
+    _MODEL: "disable_bias_linear group_query_attention normalization position_embedding_type swiglu",
+}
+NOTHING |= {name: reason for reason, names in _LACKING.items() for name in names.split()}
+
+_OPTIONS = {
+    "chat": "apply_chat_template",
+    "config": "c cfg config_file config_path",
+    "max_new_tokens": "max_gen_len max_tokens n_predict num_tokens",
+    "nproc": "devices gpus gpus_per_node n_gpus nproc_per_node num_gpus num_processes",
+    "temperature": "temp",
+}
+OPTIONS_BY_NAME = {name: option for option, names in _OPTIONS.items() for name in names.split()}
+"""Other names of options that are not settings, for the verbs that have such an option."""
+
+MAIN = {
+    "activation_checkpoint": "activation_checkpoint.mode",
+    "compile": "compile.enable",
+    "data": "data.path",
+    "lora": "lora.rank",
+    "lr_scheduler": "lr_scheduler.decay_type",
+    "model": "model.name",
+    "optimizer": "optimizer.name",
+    "profiler": "profiler.enable",
+    "quantize": "quantize.dense.float8.enable",
+    "tokenizer": "tokenizer.path",
+    "validation": "validation.interval",
+}
+"""The setting that a section stands for if it is given a value."""
+
+_CONTINUES = "a run continues by itself if its job.run_dir has checkpoints"
+_RESUMED = dict.fromkeys(("auto", "last", "latest", "none", "true"), _CONTINUES)
+_VALUES = {
+    "adapter": {"lora.base nf4": "qlora"},
+    "activation_checkpoint.mode": {
+        "activation_checkpoint.mode full": "true",
+        "activation_checkpoint.mode none": "false",
+    },
+    "checkpoint.interval": {"checkpoint.interval 0": "false no none"},
+    "kernels.attention": {
+        "kernels.attention auto": "false sdpa",
+        "kernels.attention efficient": "xformers",
+        "kernels.attention flash": "fa2 flash_attention flash_attention_2",
+        "kernels.attention flash3": "fa3 flash_attention_3",
+        "kernels.attention flex": "flex_attention",
+        "kernels.attention math": "eager",
+    },
+    "lora.base": {
+        "lora.base int8": "8bit",
+        "lora.base keep": "false none",
+        "lora.base nf4": "4bit fp4 int4",
+    },
+    "lora.targets": {
+        "lora.targets attention.wq": "q_proj",
+        "lora.targets attention.wk": "k_proj",
+        "lora.targets attention.wv": "v_proj",
+        "lora.targets attention.wo": "o_proj",
+        "lora.targets feed_forward.w1": "gate_proj",
+        "lora.targets feed_forward.w2": "down_proj",
+        "lora.targets feed_forward.w3": "up_proj",
+        "without lora.targets all linear layers of the blocks get an adapter": "all all-linear all_linear true",
+    },
+    "lr_scheduler.decay_type": {
+        "lr_scheduler.decay_ratio 0": "constant constant_with_warmup",
+        "lr_scheduler.decay_ratio 0.2": "warmup_stable_decay wsd",
+        "lr_scheduler.decay_type cosine": "cosine_with_min_lr cosine_with_restarts cosine_warmup_with_min_lr",
+        "lr_scheduler.decay_type linear": "linear_with_warmup",
+        "linear, cosine and sqrt are built, and lr_scheduler.decay_ratio 0 is constant": (
+            "exponential inverse_sqrt polynomial reduce_lr_on_plateau"
+        ),
+    },
+    "metrics.enable_wandb": {
+        "metrics.enable_tensorboard true": "tensorboard",
+        "metrics.enable_wandb false": "none",
+        "wandb and TensorBoard are built, and metrics.sinks takes others": "comet_ml mlflow swanlab trackio",
+    },
+    "optimizer.name": {
+        "optimizer.name adamw": (
+            "adam adamw_apex_fused adamw_hf adamw_torch adamw_torch_fused fusedadam paged_adamw paged_adamw_32bit"
+        ),
+        "optimizer.state_dtype 8bit": (
+            "adam8bit adamw8bit adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit pagedadamw8bit"
+        ),
+        "adamw and muon are built": "adafactor adagrad ademamix galore_adamw lamb lion lion_8bit rmsprop sgd sophia",
+    },
+    "parallelism.reshard_after_forward_mode": {
+        "parallelism.reshard_after_forward_mode always": "true",
+        "parallelism.reshard_after_forward_mode never": "false",
+    },
+    "training.mixed_precision_param": {
+        "training.mixed_precision_param bfloat16": "bf16 bfloat16 torch.bfloat16 true",
+        "training.mixed_precision_param float32": "false fp32 no torch.float32",
+        NOTHING["fp16"]: "float16 fp16 half torch.float16",
+    },
+    "validation.interval": {"validation.interval 0": "false no none"},
+}
+VALUES = {
+    name: {value: answer for answer, values in answers.items() for value in values.split()}
+    for name, answers in _VALUES.items()
+} | {"resume": _RESUMED | {"": _CONTINUES}, "resume_from_checkpoint": _RESUMED}
+"""Values of other trainers, by setting or by their name of it: a setting of Crius with its value, or the reason why
+there is none, which begins with a word that has no dot."""

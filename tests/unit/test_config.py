@@ -189,9 +189,9 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--zzz"], "--help all lists every flag"),
         (["--stps", "4"], "did you mean --steps?"),
         (["--bf16", "true"], "write --training.mixed_precision_param bfloat16 in place of --bf16 true"),
-        (["--eval_strategy=no"], "write --validation.interval 500 in place of --eval_strategy no"),
+        (["--eval_strategy=no"], "write --validation.interval 0 in place of --eval_strategy no"),
         (["--training.device", "gpu"], 'Choose from: "auto", "cpu", "cuda".\n'),
-        (["my.toml"], "fix    --config my.toml"),
+        (["my.toml"], "fix    write --config my.toml in place of my.toml"),
         (["--recipe", "llama_debug"], "did you mean llama3_debug?"),
         (["--config", "none.toml"], "none.toml cannot be read: No such file"),
         (["--training.steps", "many"], 'Invalid value for --training.steps: unable to convert "many" into int'),
@@ -212,7 +212,8 @@ def test_each_flag_of_another_trainer_is_named_with_what_replaces_it(crius):
     lacking = [old for old in NOTHING if old != "import"]
     code, _, said = crius("train", *(f"--{old}" for old in [*MOVED, *lacking]))
     assert code == 2
-    assert [old for old, new in MOVED.items() if f"unknown flag --{old}, did you mean --{new}?" not in said] == []
+    moved = {old: new for old, new in MOVED.items() if old != "resume"}  # which has no value here
+    assert [old for old, new in moved.items() if f"unknown flag --{old}, did you mean --{new}?" not in said] == []
     assert [old for old in lacking if f"unknown flag --{old}: Crius lacks it." not in said] == []
 
 
