@@ -144,7 +144,7 @@ class RunSources:
         if takes_layout:
             yield from spread_microbatches(named)
         for argument in arguments:
-            if argument.tokens:
+            if argument.tokens and not argument.children:
                 yield from self._settle(argument, commands)
 
     def _take(
