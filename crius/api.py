@@ -82,7 +82,7 @@ def load_model(
     """A trained model: an ``nn.Module`` in eval mode that maps token ids ``(B, T)`` to logits ``(B, T, V)``.
 
     Args:
-        path: run folder, checkpoint, or Hugging Face folder. Adapters of a LoRA run are merged.
+        path: run folder, checkpoint, Hugging Face folder, or name on the hub. Adapters of a LoRA run are merged.
         step: step of the checkpoint of a run; None: the newest complete checkpoint.
         device: device of the weights.
         dtype: dtype of the weights, such as ``torch.bfloat16``; None: bfloat16 on a GPU, else float32.
@@ -93,6 +93,7 @@ def load_model(
     """
     import torch
 
+    from crius.interop.hub import located
     from crius.interop.weights import open_weights
     from crius.tools.generate.source import build_decoder, choose_kernels
 
@@ -104,7 +105,8 @@ def load_model(
     except (AssertionError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         raise ConfigError(f"device {device} cannot be used.", where="load_model", why=why, fix='device="cpu"') from None
-    weights = open_weights(os.fspath(path) if step is None else _checkpoint(os.fspath(path), step), "load_model")
+    source = located(os.fspath(path), "load_model")
+    weights = open_weights(source if step is None else _checkpoint(source, step), "load_model")
     choose_kernels(place, "torch")
     return build_decoder(weights, name, place).requires_grad_().eval()
 

@@ -26,6 +26,7 @@ from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import flatten, toml_table
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import Machine, gpu_sharing, missing_for_compile
+from crius.hub import hub_name, snapshot_of
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, families, find_spec
 from crius.plugins import install_line
@@ -72,7 +73,29 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
     if name and not (asked and asked.hf):
         what = f"{name} has no name of Hugging Face." if asked else f"no model is called {name}."
         raise ConfigError(what, where=where, fix="leave out --model.from_hf" if asked else "leave out --model.name")
+    if hub_name(path):
+        from crius.interop.hub import SETTINGS, located
+
+        path = located(path, where, SETTINGS)
     return read_model_settings(path, {name: asked.hf} if asked and asked.hf else families(), where)
+
+
+def _located(setting: str, path: str, settings: Mapping[str, str], where: str) -> str:
+    """The path for a value of a setting that may be a name of the hub. A run keeps the commit that it began with."""
+    asked = hub_name(path)
+    if asked is None:
+        return path
+    from crius.interop.hub import TOKENIZER, WEIGHTS, located, located_data
+
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # whatever a file lacks
+        section, _, field = setting.partition(".")
+        saved = toml_table(Path(settings["job.run_dir"]) / "run.toml")[section][field]
+        begun = snapshot_of(saved if isinstance(saved, str) else saved[0])
+        if begun and begun.repository == asked.repository and not asked.revision:
+            path = str(begun)
+    if setting == "data.path":
+        return located_data(path, settings.get("data.source", ""), where)
+    return located(path, where, TOKENIZER if setting == "tokenizer.path" else WEIGHTS)
 
 
 def _place(path: str) -> str:
@@ -109,7 +132,11 @@ def _read_data(named: Mapping[str, Argument]) -> Mapping[str, Any]:
 
 
 SOURCES = RunSources(
-    {"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES}, _read_model, _read_weights, _read_data
+    {"model.name": SPECS, "model.flavor": FLAVORS, "data.source": DATA_SOURCES},
+    _read_model,
+    _read_weights,
+    _read_data,
+    _located,
 )
 COMMAND: list[str] = []
 """Verb and flags of this command, as ``normalized_argv`` gives them."""
@@ -309,6 +336,8 @@ def _base_name(run: RunConfig) -> str:
         and getattr(run.model, name) != getattr(defaults, name)
         and SOURCES.origin(f"model.{name}") != "default"
     ]
+    if of_hub := snapshot_of(source):
+        source = of_hub.repository
     place = Path(source).parent if source.endswith(".json") else Path(source)
     flavor = (plain_name(place.name) or "custom") if source else run.model.flavor
     return plain_name("_".join([run.model.name, flavor, *changed]))

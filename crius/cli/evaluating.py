@@ -13,7 +13,7 @@ from crius.tools.evaluate.tasks import LM_EVAL, read_tasks
 
 @app.command
 def evaluate(
-    source: Annotated[str, Parameter(help="A run folder, a checkpoint, or a Hugging Face folder.")],
+    source: Annotated[str, Parameter(help="Run folder, checkpoint, Hugging Face folder, or its name on the hub.")],
     *,
     tasks: Annotated[
         str,
@@ -39,6 +39,9 @@ def evaluate(
         )
     theirs = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
     read = read_tasks([name for name in names if not name.startswith(LM_EVAL)], settings.limit)
+    from crius.interop.hub import located
+
+    source = located(source)
     need_torch()
     from crius.tools.evaluate.run import evaluate as score
 

@@ -12,7 +12,7 @@ from crius.errors import ConfigError
 
 @app.command
 def export(
-    source: Annotated[str, Parameter(help="Run folder, one checkpoint, or Hugging Face folder.")],
+    source: Annotated[str, Parameter(help="Run folder, one checkpoint, Hugging Face folder, or its name on the hub.")],
     target: Annotated[str, Parameter(help="Folder to write, new or empty.")],
     *,
     dtype: Annotated[
@@ -38,12 +38,13 @@ def export(
     Every tensor is compared with the source bit by bit; if transformers is installed, its logits are compared too. If
     anything differs, nothing is written and the exit code is 1.
     """
+    from crius.interop.hub import located
     from crius.tools.convert.exporting import export_model, open_source
 
     if format == "dcp" and no_tokenizer:
         what = "--no_tokenizer has no effect with --format dcp, which has no tokenizer."
         raise ConfigError(what, where="command line", fix="leave out --no_tokenizer")
-    opened = replace(open_source(source, step), has_tokenizer=not no_tokenizer)
+    opened = replace(open_source(located(source), step), has_tokenizer=not no_tokenizer)
     write = export_model
     if format == "dcp":
         from crius.tools.convert.dcp_out import export_dcp as write

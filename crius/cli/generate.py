@@ -10,7 +10,7 @@ from crius.tools.generate.settings import Settings, read_prompts
 
 @app.command
 def generate(
-    source: Annotated[str, Parameter(help="A run folder, a checkpoint, or a Hugging Face folder.")],
+    source: Annotated[str, Parameter(help="Run folder, checkpoint, Hugging Face folder, or its name on the hub.")],
     *,
     prompt: Annotated[
         tuple[str, ...], Parameter(help="Text to continue; repeat it for several.", allow_leading_hyphen=True)
@@ -31,6 +31,9 @@ def generate(
     """
     settings.check()
     prompts = read_prompts(prompt, prompt_file, chat=settings.chat)
+    from crius.interop.hub import located
+
+    source = located(source)
     need_torch()
     if settings.ranks > 1:
         from crius.tools.generate.split import run_split

@@ -79,6 +79,8 @@ class RunSources:
         read_weights: reads settings that come with weights: (path, run folder or empty, origin) to values by dotted
             name. Raises CriusError.
         read_data: infers settings from the data: arguments by flag to values by dotted name. Raises ConfigError.
+        locate: maps (dotted name of a setting, its value, known settings, origin) to a path, where the value is a name
+            of the hub. Raises CriusError.
 
     Attributes:
         origins: dotted field name to a phrase such as ``recipe debug``, for every value that is not a default.
@@ -91,12 +93,14 @@ class RunSources:
         read_model: Callable[[str, str, str], tuple[str, dict[str, Any]]] = lambda path, name, where: (path, {}),
         read_weights: Callable[[str, str, str], Mapping[str, Any]] = lambda path, run_dir, where: {},
         read_data: Callable[[Mapping[str, Argument]], Mapping[str, Any]] = lambda named: {},
+        locate: Callable[[str, str, Mapping[str, str], str], str] = lambda name, path, settings, where: path,
     ) -> None:
         self.origins: dict[str, str] = {}
         self.recipe = ""
         self._spellings = spellings
         self._read_model, self._read_weights = read_model, read_weights
         self._read_data = read_data
+        self._locate = locate
         self._model_file = ""
 
     def origin(self, name: str) -> str:
@@ -140,6 +144,9 @@ class RunSources:
         yield from self._spread_data(named, DATA_DECIDES[:1])  # the format is what a recipe is for
         for recipe in recipes:
             yield from self._take(functools.partial(_recipe, recipe), named, commands)
+        for flag in ("--tokenizer.path", "--data.path"):
+            if flag in named and not {"plan", "doctor"}.intersection(commands):  # these read no data
+                yield from self._find(named[flag], named)
         yield from self._spread_data(named, DATA_DECIDES)
         if takes_layout:
             yield from spread_microbatches(named)
@@ -211,8 +218,13 @@ class RunSources:
         """Give the model and the tokenizer of ``checkpoint.init_from`` to arguments that are not set; a recipe is
         weaker. If a flavor was given, the sizes are the flavor's; rotary frequencies are those of the weights.
         """
-        token = next(iter(named[INIT_FROM].tokens), None) if INIT_FROM in named else None
-        if token is None or not token.value:
+        if INIT_FROM not in named or not named[INIT_FROM].tokens:
+            return
+        if problems := list(self._find(named[INIT_FROM], named)):
+            yield from problems
+            return
+        token = named[INIT_FROM].tokens[0]
+        if not token.value:
             return
         _leave_open(named)
         brought = ["model.name", "model.flavor", *(f"model.{size}" for size in (*TAKEN, *OF_EXPERTS))]
@@ -246,6 +258,20 @@ class RunSources:
         values = {name: inferred[name] for name in wanted if name in inferred}
         self.origins |= dict.fromkeys(values, OF_DATA)
         yield from _fill(named, values, OF_DATA, is_read_only=False)
+
+    def _find(self, argument: Argument, named: Mapping[str, Argument]) -> Iterator[CriusError]:
+        """Replace names of the hub in the values of ``argument`` by paths; yields the errors."""
+        known = {flag.removeprefix("--"): one.tokens[0].value for flag, one in named.items() if one.tokens}
+        name = argument.name.removeprefix("--")
+        found = []
+        for token in argument.tokens:
+            where = f"{argument.name} ({'command line' if token.source == 'cli' else token.source})"
+            try:
+                found.append(token.evolve(value=self._locate(name, token.value, known, where)))
+            except CriusError as error:
+                yield error
+                return
+        argument.tokens = found
 
     def rows_are_given(self) -> bool:
         """Whether a source other than ``model.from_hf`` and ``checkpoint.init_from`` gave ``model.vocab_size``."""

@@ -80,9 +80,9 @@ class CheckpointConfig:
     """Folder of checkpoints to start from if this run has no checkpoint yet, such as another run's."""
 
     init_from: str = ""
-    """Weights to start from, if this run has no checkpoint yet: a run, a checkpoint, a Hugging Face folder or a PEFT
-    adapter. Only the weights are loaded: step, moments, schedule and data start from the beginning. Sizes of the model
-    and the tokenizer come from the source too, unless they are given."""
+    """Weights to start from, if this run has no checkpoint yet: a run, a checkpoint, a Hugging Face folder, its name on
+    the hub, or a PEFT adapter. Only the weights are loaded: step, moments, schedule and data start from the beginning.
+    Sizes of the model and the tokenizer come from the source too, unless they are given."""
 
     mode: Literal["async", "sync"] = "async"
     """async: the run continues as soon as the state is copied to host memory, and a thread writes it. sync: the run

@@ -45,8 +45,8 @@ class ModelConfig:
     not a flavor: sizes that are not given are the defaults of the architecture."""
 
     from_hf: str = ""
-    """A Hugging Face config.json on this machine, or its folder. Architecture and sizes come from it, except sizes that
-    a stronger source gives. No weights are loaded. The settings of the run record all values that came from it."""
+    """A Hugging Face config.json, its folder, or its name on the hub. Architecture and sizes come from it, except sizes
+    that a stronger source gives. No weights are loaded. The settings of the run record all values that came from it."""
 
     vocab_size: int = -1
     """Rows of the embedding and of the output layer. -1: the flavor's number, or the number of the tokenizer's ids,

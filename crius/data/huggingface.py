@@ -1,6 +1,7 @@
 """Streams a Hugging Face dataset: nothing is downloaded before it is read, and local folders work offline."""
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +14,7 @@ from crius.data.source import Boundary, HeldOut
 from crius.data.stream import Row, ShardReader, StreamSample, StreamSource
 from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
+from crius.hub import parse_name
 
 
 class Split:
@@ -147,7 +149,10 @@ def load(data: DataConfig, split: str) -> Any:
     path = data.path[0]
     try:
         # the library retries here by itself; while it reads rows, it does not always retry
-        return datasets.load_dataset(path, data.name or None, split=split, streaming=True)
+        name = None if os.path.exists(path) else parse_name(path)
+        place = name.repository if name else path
+        revision = (name.revision or None) if name else None
+        return datasets.load_dataset(place, data.name or None, split=split, revision=revision, streaming=True)
     except (FileNotFoundError, ValueError) as error:
         dataset = f"{path} {data.name}" if data.name else path
         raise DataError(

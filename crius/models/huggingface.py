@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -372,17 +371,9 @@ def read_config(path: str, where: str) -> tuple[Path, Noted]:
         with file.open("rb") as opened:
             content = opened.read(_LARGEST_FILE + 1)
     except (OSError, ValueError, RuntimeError) as error:
-        first, _, rest = path.partition("/")
-        is_name = bool(rest) and "/" not in rest and not path.startswith((".", "~")) and not Path(first).exists()
+        what = f"{str(file)[:300]} cannot be read: {error.strerror if isinstance(error, OSError) else error}."
         fix = "give a config.json, or its folder; to resume a run that was started from it, use --config RUN/run.toml"
-        if is_name:
-            fix = f"hf download {shlex.quote(path)} config.json --local-dir DIR, then --model.from_hf DIR"
-        raise ConfigError(
-            f"{str(file)[:300]} cannot be read: {error.strerror if isinstance(error, OSError) else error}.",
-            where=where,
-            why="this takes a local file or folder; nothing is downloaded" if is_name else "",
-            fix=fix,
-        ) from None
+        raise ConfigError(what, where=where, fix=fix) from None
     try:
         if len(content) > _LARGEST_FILE:
             raise ValueError("it is longer than 1 MiB")

@@ -9,7 +9,7 @@ import pytest
 
 from crius.config.data import DataConfig, ValidationConfig
 from crius.data.corpus import boundary_of
-from crius.data.huggingface import open_huggingface
+from crius.data.huggingface import load, open_huggingface
 from crius.data.stream import ShardReader, StreamSource
 from crius.data.tokenizer import ByteTokenizer
 from crius.errors import DataError
@@ -270,3 +270,10 @@ def test_what_cannot_be_opened_is_one_error(tmp_path):
         open_(DataConfig(source="huggingface", path=data.path, virtual_shards=64))
     with pytest.raises(DataError, match=r"less than one sequence(?s:.)*--validation.fraction"):
         open_(data, fraction=0.01)  # before anything is trained
+
+
+def test_a_stream_is_of_the_revision_in_its_name(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("datasets.load_dataset", lambda *names, **options: asked.update(options, names=names))
+    load(DataConfig(source="huggingface", path=("some/chats@v1",), name="en"), "train")
+    assert asked == {"names": ("some/chats", "en"), "split": "train", "revision": "v1", "streaming": True}

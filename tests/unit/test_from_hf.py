@@ -298,13 +298,6 @@ def test_the_path_of_the_file_is_no_reason_against_going_on():
     assert kind_of("model.from_hf") == "free" and kind_of("model.dim") == "refuse"
 
 
-def test_a_name_of_the_hub_is_not_fetched(capsys):
-    said = refused(capsys, ["--model.from_hf", "Qwen/Qwen3-0.6B"])
-    assert "hf download Qwen/Qwen3-0.6B config.json --local-dir DIR" in said
-    assert "nothing is downloaded" in said
-    assert "nothing is downloaded" not in refused(capsys, ["--model.from_hf", "/no/such/folder"])
-
-
 def test_another_model_beside_it_is_refused(tmp_path, capsys):
     assert "conflicts with model.from_hf" in refused(capsys, [*write(tmp_path), "--model.flavor", "8b"])
     assert "not the model_type of qwen3" in refused(capsys, [*write(tmp_path), "--model.name", "qwen3"])

@@ -30,7 +30,7 @@ TOOLS = (
 )
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "in_process": 4, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
-    **dict.fromkeys(("host", "plugins", "run_file", "shards", "signals"), -1),
+    **dict.fromkeys(("host", "hub", "plugins", "run_file", "shards", "signals"), -1),
     **dict.fromkeys(("named", "redact"), -2),  # shards has what it says of parts too; tables are printable
     **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),

@@ -19,7 +19,7 @@ from crius.models.huggingface import family_of, judged, read_config, read_model_
 from crius.models.keys import Noted
 from crius.models.registry import families
 from crius.table import aligned
-from crius.tools.convert.importing import kept_adapters, located, open_source, write_tokenizer
+from crius.tools.convert.importing import kept_adapters, open_source, place_of, write_tokenizer
 
 _LEFT_OUT = {
     SUFFIX: "none of the files of the weights",
@@ -86,7 +86,7 @@ def explain(source: str, adapter: str) -> Explanation:
         ConfigError: there is no such source.
         EnvironmentError: the hub does not return it.
     """
-    where = located(source)
+    where = place_of(source)
     place = Path(where).expanduser()
     refusals: list[CriusError] = []
     model: Mapping[str, Any] = {}

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,23 +27,21 @@ from crius.data.tokenizer_files import (
     original_file,
     tokenizer_file,
 )
-from crius.errors import CheckpointError, ConfigError, EnvironmentError
+from crius.errors import CheckpointError, ConfigError
 from crius.interop.adapters import Adapters
 from crius.interop.casting import cast
 from crius.interop.context import handed_on
 from crius.interop.foreign import open_inside, read_inside
+from crius.interop.hub import located
 from crius.interop.kept import TOKENIZER_FOLDER, encoded
 from crius.interop.numbers import check_finite
 from crius.interop.weights import NONFINITE, Weights, finite_parameters, open_weights, record_of
-from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.convert import write_checkpoint
 from crius.tools.convert.dcp import METADATA
 from crius.tools.convert.gguf_file import SUFFIX, open_gguf
 from crius.tools.convert.new_folder import new_folder
 
 _LARGEST_FILE = 1 << 28
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,7 @@ def open_source(source: str, adapter: str) -> tuple[Weights, Mapping[str, Callab
         found = open_gguf(path, "command line")
         texts = {name: (lambda to, text=text: to.write_text(text)) for name, text in found.tokenizer.items()}
         return found.weights, texts, found.note
-    place = located(source)
+    place = place_of(source)
     if (path / METADATA).exists():
         fix = f"crius checkpoint convert {source} DIR, and --checkpoint.load_path DIR"
         what = "is a checkpoint of torch's DCP, which does not name its model"
@@ -201,19 +198,18 @@ def open_source(source: str, adapter: str) -> tuple[Weights, Mapping[str, Callab
     return weights, copies | _converted(folder, original), f"converted from {original.name}" if original else ""
 
 
-def located(source: str) -> str:
+def place_of(source: str) -> str:
     """The path of a source, which the hub may have to return first.
 
     Raises:
         ConfigError: there is no such source.
         EnvironmentError: a package is missing, or the hub does not return the files.
     """
-    path = Path(source).expanduser()
-    is_name = not path.exists() and _HUB_NAME.fullmatch(source)
-    if not path.exists() and not is_name and "://" not in source:
+    place = located(source)
+    if "://" not in place and not Path(place).expanduser().exists():
         fix = "give a Hugging Face folder, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
         raise ConfigError(f"there is no {source}.", where="command line", fix=fix)
-    return str(_from_hub(source)) if is_name else source
+    return place
 
 
 def _converted(folder: Path, original: Path | None) -> dict[str, Callable[[Path], object]]:
@@ -225,28 +221,6 @@ def _converted(folder: Path, original: Path | None) -> dict[str, Callable[[Path]
             open_inside(folder, name).close()
     place = tokenizer_file(str(folder)).parent
     return {name: partial(copy_file, place, name) for name in (TOKENIZER, TOKENIZER_CONFIG)}
-
-
-def _from_hub(name: str) -> Path:
-    """The folder of a repository in the hub's cache."""
-    try:
-        import huggingface_hub  # noqa: PLC0415  optional package
-    except ImportError:
-        raise EnvironmentError(
-            f"there is no folder {name}, and the hub needs the huggingface_hub package.",
-            where="command line",
-            fix=install_line(REQUIREMENTS["huggingface_hub"]),
-        ) from None
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=["*/*"]))
-    except Exception as error:  # of the package and of its dependencies
-        said = " ".join(str(error).split())[:300]
-        is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
-        raise EnvironmentError(
-            f"there is no folder {name}, and the hub does not return it: {type(error).__name__}: {said}",
-            where="HF_HUB_OFFLINE" if is_offline else "command line",
-            fix=f"hf download {name} --local-dir DIR on a machine with a network, then crius import DIR",
-        ) from None
 
 
 def copy_file(folder: Path, name: str, to: Path) -> None:

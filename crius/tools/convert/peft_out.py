@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from crius import __version__
 from crius.checkpoint.state import read_state
 from crius.errors import ConfigError, CriusError
 from crius.host import free_host_bytes
+from crius.hub import snapshot_of
 from crius.interop.adapters import Adapters
 from crius.interop.peft import PREFIX, foreign_modules
 from crius.interop.safetensors_file import ADAPTER_CONFIG, read_safetensors
@@ -33,7 +33,6 @@ from crius.tools.convert.new_folder import new_folder
 from crius.tools.convert.tokenizer_out import write_tokenizer
 
 _STEM = "adapter_model"
-_SNAPSHOT = re.compile(r".*/models--([\w.-]+)--([\w.-]+)/snapshots/([0-9a-f]+)")  # a folder of the hub's cache
 _ONE_FILE = 1 << 62
 """Bytes of a file: PEFT reads one file of any size."""
 
@@ -138,8 +137,9 @@ def base_of(adapters: Adapters) -> Base:
     line = f"crius export {shlex.quote(path)} DIR --format hf"
     if weights.rounds:  # the sum of a base and adapters, which an export rounds to the dtype of that base
         line += " --dtype float32"
-    if match := _SNAPSHOT.fullmatch(place):
-        return Base(f"{match[1]}/{match[2]}", match[3], place, weights.digest, line)
+    name = snapshot_of(place)
+    if name and place.endswith(name.revision):
+        return Base(name.repository, name.revision, place, weights.digest, line)
     return Base(place or path, None, place, weights.digest, line)
 
 
