@@ -30,6 +30,10 @@ def export(
     no_tokenizer: Annotated[
         bool, Parameter(negative=(), help="Write no tokenizer. Without this flag a source without one is an error.")
     ] = False,
+    push_to: Annotated[
+        str, Parameter(help="Name on the hub, OWNER/NAME: upload the folder there. A new repository is private.")
+    ] = "",
+    yes: Annotated[bool, Parameter(negative=(), help="Upload without a question.")] = False,
     as_json: Json = False,
 ) -> int:
     """Export the weights of a run as a folder that other libraries load, from any layout, and prove it by reading it
@@ -44,6 +48,12 @@ def export(
     if format == "dcp" and no_tokenizer:
         what = "--no_tokenizer has no effect with --format dcp, which has no tokenizer."
         raise ConfigError(what, where="command line", fix="leave out --no_tokenizer")
+    if yes and not push_to:
+        raise ConfigError("--yes has no effect without --push_to.", where="command line", fix="leave out --yes")
+    if push_to:
+        from crius.tools.convert.pushing import check_push, push
+
+        check_push(push_to, is_answered=yes)
     opened = replace(open_source(located(source), step), has_tokenizer=not no_tokenizer)
     write = export_model
     if format == "dcp":
@@ -52,4 +62,6 @@ def export(
         from crius.tools.convert.peft_out import export_peft as write
     done = write(opened, target, dtype)
     emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
+    if push_to:
+        push(target, push_to, is_answered=yes)
     return 0

@@ -170,3 +170,45 @@ def test_what_the_hub_refuses_is_one_error_without_the_token(name, kind, said, f
         located(name)
     assert said in caught.value.what and fix in caught.value.fix
     assert "hf_secret" not in str(caught.value)
+
+
+def test_an_export_is_uploaded_after_a_yes(hub, folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecretsecret")
+    export = ["export", str(folder), "--format", "dcp", "--push_to", "someone/mine"]
+    assert main([*export, "one"]) == 2  # nobody is at the terminal
+    monkeypatch.setattr("sys.stdin", Answer("n"))
+    assert main([*export, "two"]) == 0
+    assert "not uploaded" in capsys.readouterr().err and not hub.pushed
+    assert main([*export, "three", "--yes"]) == 0
+    error = capsys.readouterr().err
+    place = tmp_path / "three"
+    there = {str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()}
+    assert hub.pushed["someone/mine"].keys() == there
+    assert hub.pushed["created"]["visibility"] == "private"
+    assert all(name in error for name in hub.pushed["someone/mine"]) and "hf_secret" not in error
+
+
+class Answer:
+    """A terminal at which somebody answers."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self) -> str:
+        return f"{self._text}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--push_to", "mine", "--yes"], "is not a name on the hub"),
+        (["--push_to", "a/b@main", "--yes"], "is not a name on the hub"),
+        (["--yes"], "--yes has no effect without --push_to"),
+    ],
+)
+def test_a_wrong_upload_is_refused_before_the_export(flags, said, folder, capsys, tmp_path):
+    assert main(["export", str(folder), str(tmp_path / "out"), *flags]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
