@@ -102,6 +102,7 @@ REQUIREMENTS = {
     "tiktoken": "tiktoken>=0.9",
     "mistral-common": "mistral-common>=1.8",
     "peft": "peft>=0.18",
+    "rensa": "rensa>=0.5",
 }
 
 

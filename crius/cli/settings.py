@@ -255,6 +255,55 @@ def audit(run_dir: Path, *, as_json: Json = False) -> int:
     return 1 if report.problems else 0
 
 
+@data_app.command(name="doctor")
+def examine_data(
+    path: Annotated[str, Parameter(help="File, folder or pattern.")],
+    /,
+    data: Annotated[DataConfig, Parameter(name="--data")] = DataConfig(),  # noqa: B008
+    tokenizer: Annotated[TokenizerConfig, Parameter(name="--tokenizer")] = TokenizerConfig(),  # noqa: B008
+    *,
+    near: Annotated[bool, Parameter(negative=(), help="Find near duplicates too (package rensa).")] = False,
+    as_json: Json = False,
+) -> int:
+    """Read files once and report what a run refuses or leaves out, and what is odd about the rest.
+
+    Source and format follow from the files, if they are not given. With --tokenizer.path also lengths and masks. Exit
+    code 1 if a run would refuse the files.
+    """
+    from crius.tools.data_audit.doctor import examine
+    from crius.tools.data_audit.rows import found_data
+
+    given = [name for name in vars(data) if _is_given(f"--data.{name}")]
+    data, files = found_data(dataclasses.replace(data, path=(path, *data.path)), given)
+    config = tokenizer if _is_given("--tokenizer.path") else None
+    _check_corpus(data, config or TokenizerConfig(path="none"))
+    report = examine(data, files, config, is_near=near)
+    emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
+    return 0 if report.is_ready else 1
+
+
+def _is_given(name: str) -> bool:
+    """Whether the command has a flag; ``SOURCES`` has the origins of runs only."""
+    return any(word.partition("=")[0] == name for word in COMMAND)
+
+
+@data_app.command(name="tokenizer")
+def train_tokenizer(
+    out: Annotated[Path, Parameter(help="Folder to write, for --tokenizer.path.")],
+    /,
+    data: Annotated[DataConfig, Parameter(name="--data")] = DataConfig(),  # noqa: B008
+    *,
+    vocab: Annotated[int, Parameter(help="Most ids, with the 256 bytes and the end of a document.")] = 4096,
+) -> int:
+    """Train a byte-level BPE on a corpus and write it to the new folder OUT."""
+    from crius.tools.data_audit.bpe import train
+
+    say_inferred(RunConfig(data=data))
+    _check_corpus(data, TokenizerConfig(path="none"))
+    emit("\n".join(train(data, out, vocab)))
+    return 0
+
+
 @data_app.command(name="show")
 def show_data(
     place: str = "",

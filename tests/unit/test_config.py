@@ -44,6 +44,8 @@ VERBS = (
     "data prepare",
     "data show",
     "data audit",
+    "data doctor",
+    "data tokenizer",
     "doctor",
     "report",
     "models",

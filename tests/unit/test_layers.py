@@ -74,6 +74,7 @@ OPTIONAL = {"datasets", "fsspec", "gguf", "huggingface_hub", "jinja2", "lm_eval"
 OPTIONAL |= {
     "wandb",
     "pyarrow",
+    "rensa",
     "tensorboard",
     "tiktoken",
     "torchao",

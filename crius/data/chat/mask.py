@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,18 +91,27 @@ class ChatEncoder:
 
     def counted(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
         """The conversations; after the last one, a line counts the keys that neither Crius nor the template uses."""
-        with self._renderer() as renderer:
-            used = {"role", "content", "weight", *renderer.keys}
-        takes_all = re.search(r"for (\w+) in messages(?s:.*)\b\1( *\| *tojson|\.items)", self._template)
+        unused_keys = self.key_reader()
         unused = Counter[str]()
         for chat in conversations:
-            unused.update(f"{key!r} of rows" for key in chat.unused)
-            for message in () if takes_all else chat.messages:
-                unused.update(f"{key!r} of messages" for key in message.keys() - used)
+            unused.update(unused_keys(chat))
             yield chat
         if unused:
             shown = ", ".join(f"{name} ({count:,})" for name, count in unused.most_common(_MOST_KEYS))
             _log.warning("%d keys are used neither by Crius nor by the chat template: %s", len(unused), shown)
+
+    def key_reader(self) -> Callable[[Conversation], Iterator[str]]:
+        """A function that names the keys of a conversation, and of its messages, that nothing uses."""
+        with self._renderer() as renderer:
+            used = {"role", "content", "weight", *renderer.keys}
+        takes_all = re.search(r"for (\w+) in messages(?s:.*)\b\1( *\| *tojson|\.items)", self._template)
+
+        def unused(chat: Conversation) -> Iterator[str]:
+            yield from (f"{key!r} of rows" for key in chat.unused)
+            for message in () if takes_all else chat.messages:
+                yield from (f"{key!r} of messages" for key in message.keys() - used)
+
+        return unused
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[ChatSample | DataError]:
         """The tokens of each conversation, in order. A sample may have no target.
