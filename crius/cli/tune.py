@@ -35,7 +35,7 @@ _FILE = "tune.json"
 
 @app.command
 def tune(
-    model: Annotated[str, Parameter(help="Run folder, Hugging Face folder, or GGUF file.")],
+    model: Annotated[str, Parameter(help="Run folder, Hugging Face folder, name on the hub, or GGUF file.")],
     data: Annotated[str, Parameter(help="Conversations: a file, or a folder of files.")],
     *settings: Annotated[
         str, Parameter(show=False, allow_leading_hyphen=True, help="Settings of crius train, which win.")
@@ -108,8 +108,10 @@ def _known(folder: Path, asked: Sequence[str]) -> dict[str, Any]:
 
 def _opened(model: str, folder: Path) -> str:
     """The path of the model for ``--checkpoint.init_from``; a GGUF file is imported into the run folder first."""
+    from crius.interop.hub import WEIGHTS, located
+
     if not model.endswith(".gguf"):
-        return model
+        return located(model, "command line", WEIGHTS)
     from crius.tools.convert.importing import import_model
 
     place = folder / "imported"
