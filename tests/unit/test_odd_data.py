@@ -8,9 +8,9 @@ import pytest
 from sft_samples import tokenizer_folder
 
 from crius.cli.settings import run_of
-from crius.config.data import DataConfig, TokenizerConfig
-from crius.data.cache import open_cached
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.chat.conversations import Conversation
+from crius.data.corpus import open_corpus
 from crius.data.documents import find_files
 from crius.data.infer import infer
 from crius.data.prepare import prepare
@@ -333,7 +333,11 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path, tokeniz
 def test_a_cached_corpus_without_its_bad_rows_is_not_taken_for_a_whole_one(tmp_path):
     write(tmp_path, {"a.jsonl": TEXTS})
     settings = {"source": "jsonl", "path": (str(tmp_path / "a.jsonl"),), "cache_dir": str(tmp_path / "cache")}
-    byte = build_tokenizer(TokenizerConfig())
-    assert open_cached(DataConfig(**settings, bad_rows="skip"), TokenizerConfig(), byte).meta.num_documents == 9
+    byte = TokenizerConfig()
+    nothing = ValidationConfig(interval=0, fraction=0)
+    sizes = {"seq_len": 8, "global_batch_size": 1, "vocab_size": 257, "seed": 0}
+    for _ in range(2):  # tokenised, and from the cache
+        corpus = open_corpus(DataConfig(**settings, bad_rows="skip"), byte, nothing, **sizes)
+        assert corpus.bad_rows.startswith("# 1 of 10 rows are left out") and "a.jsonl:10\tthe" in corpus.bad_rows
     with pytest.raises(DataError, match="null, not text"):
-        open_cached(DataConfig(**settings), TokenizerConfig(), byte)
+        open_corpus(DataConfig(**settings), byte, nothing, **sizes)
