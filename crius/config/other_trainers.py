@@ -183,7 +183,6 @@ NOTHING = {
     "gradient_accumulation_steps": _ACCUMULATION,
     "import": "a configuration runs no code: --import MODULE on the command line, or CRIUS_IMPORT, names a module",
     **dict.fromkeys(("job.custom_config_module", "experimental.*"), _MODULES),
-    "job.config_file": "the file is given as --config FILE",
     "job.description": "job.name names a run",
     "job.print_args": "crius config show prints all settings",
     "lr_decay_iters": "the decay ends with the last step; lr_scheduler.decay_ratio is its share of all steps",

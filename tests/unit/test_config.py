@@ -249,7 +249,7 @@ def test_each_flag_of_another_trainer_is_named_with_what_replaces_it(crius):
         ("[training]\nsteps = 2020-01-01", "is a date or a time"),
         ("[compile]\ncache_dir = '/tmp/x'", "--compile.cache_dir /tmp/x, if you trust that folder"),
         ("[model]\nnorm_type = 'x'", "unknown key model.norm_type: Crius lacks it."),
-        ("[data]\nsource = 'csv'", "no data source is called csv."),
+        ("[data]\nsource = 'xls'", "no data source is called xls."),
         ("[metrics]\nlog_freq = 3\nlog_interval = 4", "metrics.log_interval is given twice"),
         ("[training]\nseq-len = 3\nseq_len = 4", "training.seq_len is given twice"),
         ("[training\n", "line 1"),
@@ -265,12 +265,12 @@ def test_a_wrong_toml_key_or_value_is_one_message_that_names_the_file(refused, t
 
 def test_wrong_keys_and_values_of_files_and_flags_are_reported_together(crius, toml):
     files = toml("[training]\nstepz = 1\nseq_len = '64'\n", "a.toml"), toml("[optimizer]\nlrr = 1\n", "b.toml")
-    flags = ["--config", files[0], "--config", files[1], "--data.source", "csv", "--model.norm_type", "8", "--zzz"]
+    flags = ["--config", files[0], "--config", files[1], "--data.source", "xls", "--model.norm_type", "8", "--zzz"]
     code, _, message = crius("train", *flags, "--training.gc_interval", "many")
     assert code == 2
     assert message.count("ConfigError: unknown ") == 4
     flagged = ("--model.norm_type", "--zzz", '"many"')
-    for said in ("7 problems", "stepz", '"64" is text', "optimizer.lrr", "called csv", *flagged):
+    for said in ("7 problems", "stepz", '"64" is text', "optimizer.lrr", "called xls", *flagged):
         assert said in message
 
 

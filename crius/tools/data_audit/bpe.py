@@ -80,7 +80,7 @@ def train(data: DataConfig, out: Path, vocab: int) -> list[str]:
 
 def _texts(data: DataConfig, files: Sequence[Path], compared: list[str]) -> Iterator[str]:
     """Each text of the corpus; the first ones are put into ``compared``."""
-    records: Iterator[Any] = Refusals(skips=data.bad_rows == "skip").accepted(read_records(data, tuple(files)))
+    records: Iterator[Any] = Refusals(data.bad_rows).accepted(read_records(data, tuple(files)))
     texts = (text for record in records for text in _texts_of(record))
     left = _COMPARED
     for text in texts:

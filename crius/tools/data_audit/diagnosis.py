@@ -183,7 +183,7 @@ class Diagnosis:
         first = int(np.flatnonzero(bins)[0])
         rows = []
         for power, count in enumerate(bins.tolist()[first:], start=first):
-            rows.append([f"<= {1 << power:,}", f"{count:,}", "█" * -(-count * _BAR // int(bins.max()))])
+            rows.append([f"<= {1 << power:,}", f"{count:,}", "".ljust(-(-count * _BAR // int(bins.max())), "█")])
         yield from (f"  {line}" for line in aligned(rows, left={2}))
         if self.seq_len():
             yield f"longer than {self.seq_len():,} tokens: {tokens['longer_than_seq_len']:,}"

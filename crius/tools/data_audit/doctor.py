@@ -47,7 +47,7 @@ class Bar:
             return
         self._next = time.monotonic() + 0.1
         share = min(1.0, done / self._total)
-        self._stream.write(f"\r{share:4.0%} {'█' * round(30 * share):<30} {rows:,} rows")
+        self._stream.write(f"\r{share:4.0%} {''.ljust(round(30 * share), '█'):<30} {rows:,} rows")
         self._stream.flush()
 
     def close(self) -> None:
