@@ -26,7 +26,6 @@ from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import flatten, toml_table
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import Machine, gpu_sharing, missing_for_compile
-from crius.hub import hub_name, snapshot_of
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, families, find_spec
 from crius.plugins import install_line
@@ -73,15 +72,16 @@ def _read_model(path: str, name: str, where: str) -> tuple[str, dict[str, Any]]:
     if name and not (asked and asked.hf):
         what = f"{name} has no name of Hugging Face." if asked else f"no model is called {name}."
         raise ConfigError(what, where=where, fix="leave out --model.from_hf" if asked else "leave out --model.name")
-    if hub_name(path):
-        from crius.interop.hub import SETTINGS, located
+    from crius.interop.hub import SETTINGS, located
 
-        path = located(path, where, SETTINGS)
+    path = located(path, where, SETTINGS)
     return read_model_settings(path, {name: asked.hf} if asked and asked.hf else families(), where)
 
 
 def _located(setting: str, path: str, settings: Mapping[str, str], where: str) -> str:
     """The path for a value of a setting that may be a name of the hub. A run keeps the commit that it began with."""
+    from crius.hub import hub_name, snapshot_of
+
     asked = hub_name(path)
     if asked is None:
         return path
@@ -336,8 +336,11 @@ def _base_name(run: RunConfig) -> str:
         and getattr(run.model, name) != getattr(defaults, name)
         and SOURCES.origin(f"model.{name}") != "default"
     ]
-    if of_hub := snapshot_of(source):
-        source = of_hub.repository
+    if source:
+        from crius.hub import snapshot_of
+
+        of_hub = snapshot_of(source)
+        source = of_hub.repository if of_hub else source
     place = Path(source).parent if source.endswith(".json") else Path(source)
     flavor = (plain_name(place.name) or "custom") if source else run.model.flavor
     return plain_name("_".join([run.model.name, flavor, *changed]))
