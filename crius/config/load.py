@@ -141,12 +141,15 @@ class RunSources:
         for file in reversed(files):
             yield from self._take(functools.partial(_config_file, file), named, commands)
         yield from self._spread_weights(named)
+        reads_data = not {"plan", "doctor"}.intersection(commands)
+        if reads_data:
+            yield from self._find("--data.path", named)
         yield from self._spread_data(named, DATA_DECIDES[:1])  # the format is what a recipe is for
         for recipe in recipes:
             yield from self._take(functools.partial(_recipe, recipe), named, commands)
-        for flag in ("--tokenizer.path", "--data.path"):
-            if flag in named and not {"plan", "doctor"}.intersection(commands):  # these read no data
-                yield from self._find(named[flag], named)
+        if reads_data:
+            yield from self._find("--tokenizer.path", named)
+            yield from self._find("--data.path", named)  # a path that a recipe names
         yield from self._spread_data(named, DATA_DECIDES)
         if takes_layout:
             yield from spread_microbatches(named)
@@ -220,7 +223,7 @@ class RunSources:
         """
         if INIT_FROM not in named or not named[INIT_FROM].tokens:
             return
-        if problems := list(self._find(named[INIT_FROM], named)):
+        if problems := list(self._find(INIT_FROM, named)):
             yield from problems
             return
         token = named[INIT_FROM].tokens[0]
@@ -259,8 +262,11 @@ class RunSources:
         self.origins |= dict.fromkeys(values, OF_DATA)
         yield from _fill(named, values, OF_DATA, is_read_only=False)
 
-    def _find(self, argument: Argument, named: Mapping[str, Argument]) -> Iterator[CriusError]:
-        """Replace names of the hub in the values of ``argument`` by paths; yields the errors."""
+    def _find(self, flag: str, named: Mapping[str, Argument]) -> Iterator[CriusError]:
+        """Replace names of the hub in the values of ``flag`` by paths; yields the errors."""
+        if flag not in named:
+            return
+        argument = named[flag]
         known = {flag.removeprefix("--"): one.tokens[0].value for flag, one in named.items() if one.tokens}
         name = argument.name.removeprefix("--")
         found = []

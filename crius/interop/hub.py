@@ -24,8 +24,14 @@ TOKENIZER = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 WEIGHTS = (f"*{SUFFIX}", *TOKENIZER)
 """Files of a model that are read, as patterns. Files in folders are not."""
 
-DATA = {"text": ("*.txt",), "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst"), "parquet": ("*.parquet",)}
-"""Files of a data set that are read, by ``data.source``."""
+DATA = {
+    "text": ("*.txt",),
+    "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json"),
+    "parquet": ("*.parquet",),
+    "csv": ("*.csv", "*.tsv"),
+}
+DATA[""] = tuple(pattern for patterns in DATA.values() for pattern in patterns)
+"""Files of a data set that are read, by ``data.source``; empty: open."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
