@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from crius.config.verbs import check_verb
+from crius.config.other_trainers import check_verb
 from crius.errors import ConfigError
 from crius.launch.stop import leave_on_stop_signals
 from crius.redact import printable, redact

@@ -15,7 +15,7 @@ from crius.cli.app import COMMAND, SOURCES, app, silence_stdout
 from crius.cli.help import HELP_PAGE
 from crius.config.argv import normalized_argv
 from crius.config.names import WrongSettings, explain, nearest_typo
-from crius.config.verbs import check_verb, no_verb
+from crius.config.other_trainers import check_verb, no_verb
 from crius.data.documents import is_utf8
 from crius.errors import ConfigError, CriusError
 from crius.models.registry import import_models

@@ -22,9 +22,8 @@ from crius import plugins
 from crius.config.data import check_source
 from crius.config.layout import spread_layout, spread_microbatches
 from crius.config.names import WrongSettings, conversion, did_you_mean, unknown
-from crius.config.other_formats import other_format
 from crius.config.other_trainers import ALIASES
-from crius.config.toml_file import COMMAND_LINE_ONLY, choices_of, takes, toml_table, wrong_kind
+from crius.config.toml_file import COMMAND_LINE_ONLY, choices_of, other_format, takes, toml_table, wrong_kind
 from crius.errors import ConfigError, CriusError
 
 DEFAULT_RECIPE = "llama3_debug"

@@ -199,7 +199,9 @@ def unknown(
 def _replacing(kind: str, written: str, value: str, instead: str) -> str:
     """The fix that writes ``instead``, a setting and perhaps its value, in place of a name and its value."""
     setting, _, fixed = instead.partition(" ")
-    words = fixed.split() or [value] * bool(value)
+    words = fixed.split()
+    if value and not words:
+        words = [value]
     if kind == "key" and "." in setting:
         section, _, leaf = setting.rpartition(".")
         items = [_toml(word) for word in words]
@@ -304,8 +306,8 @@ def meant(name: str, known: Iterable[str], value: str = "") -> tuple[str, str]:
     name = name.removeprefix("quantize.linear.")  # torchtitan's newer name for its float8 and mx
     names, (section, _, leaf) = list(known), name.rpartition(".")
     sections = (f"{outer}.*" for outer in itertools.accumulate(section.split("."), "{}.{}".format))
-    if OPTIONS_BY_NAME.get(leaf) in names:
-        return OPTIONS_BY_NAME[leaf], ""
+    if OPTIONS_BY_NAME.get(name) in names:
+        return OPTIONS_BY_NAME[name], ""
     for key in (name, leaf, *sections):
         if MOVED.get(key, "").split(" ")[0] in names:
             return _answered(key, MOVED[key], value)

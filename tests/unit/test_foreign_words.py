@@ -377,7 +377,7 @@ def answers():
         blocks = re.split(r"^(?:\[\d+\] )?ConfigError: ", told, flags=re.MULTILINE)
         for row in group:
             flag = re.escape(row.split()[0])
-            begins = re.compile(rf"unknown flag {flag}[,:]|{flag} is a section|Invalid value \S+ for {flag}\.( |$)")
+            begins = re.compile(rf"unknown flag {flag}[,:]|{flag} is a section|Invalid value \S+ for {flag}\. ")
             found[row] = [block for block in blocks if begins.match(block)]
     return found
 
