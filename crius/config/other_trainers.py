@@ -213,7 +213,7 @@ NOTHING = {
     "parallelism.enable_compiled_autograd": "the blocks are compiled, not the backward as a whole",
     "parallelism.expert_tensor_parallel_degree": "tensor parallelism splits the layers around the experts only",
     "profiling.save_traces_folder": "traces are in the run folder",
-    "push_to_hub": "nothing is uploaded",
+    "push_to_hub": "crius export --push_to OWNER/NAME uploads",
     "quantize.grouped_mm.*": "experts are computed in training.mixed_precision_param: float8 and MXFP8 are for linears",
     "tf32": "float32 is computed in full; training.mixed_precision_param bfloat16 is the fast way",
     "training.gc_debug": "training.gc_interval sets how often garbage is collected",
@@ -384,7 +384,7 @@ _VERBS = {
     "train": "fit,launch,pretrain,run,start,torchrun",
     "train --job.run_dir": "continue,restart,resume",
     "train --recipe smollm2_lora": "lora,qlora",
-    "train --recipe smollm2_sft": "fine-tune,finetune,instruct,sft",
+    "tune": "fine-tune,finetune,instruct,sft",
     "verify parity": "verify all,verify layouts",
 }
 _WORDS = {words: verb for verb, others in _VERBS.items() for words in others.split(",")} | {
