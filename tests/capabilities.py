@@ -50,7 +50,8 @@ PROOFS = {
     },
     "GGUF": {r"unit/test_import_gguf.py::test_tensors_come_back_as_the_model_has_them\[(?P<kind>\w+)": ""},
     "plan": {
-        PLANS + r"\[(?!experts)": "llama3",
+        PLANS + r"\[(?!experts|gemma|olmo)": "llama3",
+        PLANS + r"\[(?P<kind>(gemma|olmo)\d)_": "",
         PLANS + r"\[experts": "qwen3_moe",
         r"unit/test_planner_cli.py::test_models_with_experts_are_planned_by_name_and_flavor_or_in_one_word\[\w+-"
         r"(?P<kind>\w+)/": "",
