@@ -64,6 +64,12 @@ class DataError(CriusError):
     """A corpus, a document, a token or a tokenizer cannot be used."""
 
 
+class MissingPathError(DataError):
+    """A path of data or of a tokenizer that was given leads nowhere."""
+
+    exit_code = 2
+
+
 class CheckpointError(CriusError):
     """A checkpoint cannot be written, read or trusted."""
 

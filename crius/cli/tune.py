@@ -54,12 +54,14 @@ def tune(
     folder = Path(given.get("job.run_dir") or f"runs/{plain_name(Path(model).stem)}-{plain_name(Path(data).stem)}")
     asked = [model, data, *settings]
     known = _known(folder, asked)
+    if known and dry:
+        emit(f"crius train {shlex.join(known['words'])}")
     if not known:
         known = {"asked": asked, **_begun(_opened(model, folder), data, settings, given, folder, dry=dry)}
-        if dry:
-            return 0
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder, known)
+    if dry:
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, known)
     if run_row(folder).state.word != "finished":
         with caught_signals() as stops:
             code = train([*known["words"], *imports()], stops)
@@ -126,7 +128,7 @@ def _begun(
     """Choose the command, print it with its reasons, and ask the model before it is tuned, unless ``dry``."""
     from crius.data.show import coloured, preview, takes_colour
     from crius.tools.tune.choose import choose, corpus_of
-    from crius.tools.tune.held_out import conversations_of, seconds_per_token, tell
+    from crius.tools.tune.held_out import conversations_of, give_back_memory, seconds_per_token, tell
 
     named = ["--recipe", "tune", "--checkpoint.init_from", model, "--data.path", data, *settings]
     if "job.run_dir" not in given:
@@ -141,14 +143,19 @@ def _begun(
         emit(coloured(text) if takes_colour(sys.stdout) else text)
     source = _source(model)
     asked = conversations_of(held_set)
-    sequences = max(1, facts.config.training.epochs) * train_set.num_samples
-    cost = seconds_per_token(source, facts.config.training.seq_len, is_whole=not facts.config.lora.is_on)
-    seconds = sequences * facts.config.training.seq_len * cost
+    training = facts.config.training
+    sequences = training.steps * training.global_batch_size
+    if training.epochs > 0:
+        sequences = training.epochs * train_set.num_samples
+    cost = seconds_per_token(source, training.seq_len, is_whole=not facts.config.lora.is_on)
+    seconds = sequences * training.seq_len * cost
     length = f"{seconds / 60:,.0f} minutes" if seconds > 120 else f"{seconds:,.0f} s"
     emit(f"about {length} of training on this machine, by a measured forward pass\n")
     emit(f"crius train {shlex.join(words)}\n")
-    knows_ids = not dry and not new_ids
-    return {"words": words, "before": dataclasses.asdict(tell(source, asked)) if knows_ids else {}}
+    before = {} if dry or new_ids else dataclasses.asdict(tell(source, asked))
+    del source
+    give_back_memory()
+    return {"words": words, "before": before}
 
 
 def _template(model: str, folder: Path, chosen: Choices) -> list[str]:

@@ -17,7 +17,7 @@ from crius import plugins
 from crius.config.data import DataConfig, check_source
 from crius.data.chat.conversations import LISTS, PAIRS
 from crius.data.rows import COMPRESSED, checked_text, decode, json_kind, read_rows, reading, value_of
-from crius.errors import CriusError, DataError
+from crius.errors import CriusError, DataError, MissingPathError
 
 
 def matches(pattern: Path) -> list[Path]:
@@ -277,13 +277,13 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
     if files:
         return files
     if not glob.has_magic(pattern):
-        raise DataError(
+        raise MissingPathError(
             f"{pattern} does not exist.",
             where=flag,
             why="" if path.is_absolute() else f"looked in {Path.cwd()}",
             fix=f"{flag} with a file, a folder or a pattern that exists",
         )
-    raise DataError(
+    raise MissingPathError(
         f"no file matches {pattern}" + (f" ({len(found)} folders do)." if found else "."),
         where=flag,
         fix=f"ls {pattern}; ** goes into subfolders",

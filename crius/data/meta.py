@@ -8,7 +8,7 @@ from typing import Any, get_origin
 
 import numpy as np
 
-from crius.errors import DataError
+from crius.errors import DataError, MissingPathError
 from crius.strict_json import load_object
 
 FORMAT_VERSION = 1
@@ -69,7 +69,7 @@ class TokenMeta:
             record = load_object(path.read_bytes())
         except FileNotFoundError as error:
             kind = "has no meta.json" if folder.is_dir() else "does not exist"
-            raise DataError(f"token folder {folder} {kind}.", where=str(folder), fix=PREPARE) from error
+            raise MissingPathError(f"token folder {folder} {kind}.", where=str(folder), fix=PREPARE) from error
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}.", where=str(path)) from error
         except ValueError as error:

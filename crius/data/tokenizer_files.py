@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from crius.data.lock import locked
-from crius.errors import ConfigError, DataError, EnvironmentError
+from crius.errors import ConfigError, DataError, EnvironmentError, MissingPathError
 from crius.host import python_path, user_cache
 from crius.plugins import REQUIREMENTS, install_line
 from crius.strict_json import load_object
@@ -86,7 +86,7 @@ def tokenizer_file(path: str) -> Path:
         return place
     kind = f"is a folder without a {TOKENIZER}" if place.is_dir() else "does not exist"
     fix = "--tokenizer.path byte, or the path of a tokenizer.json (hf download REPO tokenizer.json --local-dir DIR)"
-    raise DataError(f"tokenizer {path} {kind}.", where="--tokenizer.path", fix=fix)
+    raise MissingPathError(f"tokenizer {path} {kind}.", where="--tokenizer.path", fix=fix)
 
 
 def tokenizer_files(path: str) -> dict[str, Path]:

@@ -374,12 +374,12 @@ J7 = [
     Row("crius train --job.name ../../x", 2, ("--job.name",)),
     Row("crius config diff a b", 2, ("a is not a run folder",)),
     # wrong data, tokenizer, folder
-    Row("crius train --data.source text --data.path nowhere/", 1, ("nowhere/ does not exist",)),
+    Row("crius train --data.source text --data.path nowhere/", 2, ("nowhere/ does not exist",)),
     Row("crius train --data.source text --data.path empty/", 1, ("empty",)),
     Row("crius train --data.source text --data.path latin1.txt", 1, ("latin1.txt:1", "not UTF-8")),
     Row("crius train --data.source jsonl --data.path cut.jsonl", 1, ("cut.jsonl:2", "not JSON")),
     Row("crius train --data.source tokens --data.path .", 1, ("meta.json", "crius data prepare")),
-    Row("crius train --tokenizer.path nowhere", 1, ("nowhere does not exist", "--tokenizer.path")),
+    Row("crius train --tokenizer.path nowhere", 2, ("nowhere does not exist", "--tokenizer.path")),
     Row("crius train --tokenizer.path tokenizer.json", 1, ("not a tokenizer.json",)),
     Row("crius train --job.run_dir file/run", 1, ("file/run cannot be written", "--job.run_dir runs/mine")),
     # a damaged checkpoint, another run's, one that is gone
@@ -416,5 +416,5 @@ J7 = [
     Row("crius plan --flavor 70b --gpus 256 --gpu h1000", 2, ("did you mean h100",)),
     Row("crius plan --gpus 8 --gpu h100", 2, ("--flavor",)),
     Row("crius verify parity --layouts fsdp2,tp99x", 2, ("tp99x is not a layout term",)),
-    Row("crius data prepare out --data.source text --data.path nowhere.txt", 1, ("nowhere.txt does not exist",)),
+    Row("crius data prepare out --data.source text --data.path nowhere.txt", 2, ("nowhere.txt does not exist",)),
 ]

@@ -63,7 +63,7 @@ def torch_seconds():
         (["train", "--training.stepz", "3"], 2, "unknown flag --training.stepz"),
         (["eval", "runs/a"], 2, "crius evaluate runs/a"),
         (["train", "--training.steps", "0"], 2, "training.steps 0 must be"),
-        (["train", "--data.source", "text", "--data.path", "/none"], 1, "DataError: /none does not exist"),
+        (["train", "--data.source", "text", "--data.path", "/none"], 2, "MissingPathError: /none does not exist"),
     ],
     ids=[
         "help",

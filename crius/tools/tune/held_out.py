@@ -1,5 +1,6 @@
 """Conversations that are never trained on: their questions answered by a model, and how probable their answers are."""
 
+import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -154,3 +155,10 @@ def seconds_per_token(model: Source, seq_len: int, *, is_whole: bool) -> float:
             float(model.model(ids, labels_BT=ids))  # waits for the device
         seconds = time.perf_counter() - began
     return seconds / seq_len * PASSES[is_whole]
+
+
+def give_back_memory() -> None:
+    """Give a GPU's memory that no tensor uses back to it, for the process that trains."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
