@@ -23,7 +23,8 @@ def configured(flags: list[str]) -> tuple[RunConfig, Callable[[str], str]]:
             ``--section.name`` and ``--section.no_name``.
     """
     given = _given(flags)
-    if SPREAD & given.keys() or not all("." in name for name in given):
+    is_inferred = "data.path" in given and "data.source" not in given
+    if is_inferred or SPREAD & given.keys() or not all("." in name for name in given):
         config = parse(flags)
         origins = dict(SOURCES.origins)
         return config, lambda name: origins.get(name, "default")

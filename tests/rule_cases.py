@@ -312,7 +312,7 @@ CASES = [
     ),
     (
         rules_data.data_path_given,
-        ["--data.path", "x"],
+        ["--data.path", "x", "--data.source", "stdlib"],
         "data.path x has no effect",
         "--data.path",
         "--data.source text",
@@ -516,8 +516,8 @@ CASES = [
     ),
     (
         rules_training.a_run_starts_from_one_thing,
-        ["--checkpoint.load_path", "runs/a/checkpoints", "--checkpoint.init_from", "runs/b", *GIVEN],
-        "checkpoint.init_from runs/b excludes checkpoint.load_path runs/a/checkpoints",
+        ["--checkpoint.load_path", "runs/a/checkpoints", "--checkpoint.init_from", "./runs/b", *GIVEN],
+        "checkpoint.init_from ./runs/b excludes checkpoint.load_path runs/a/checkpoints",
         "--checkpoint.init_from",
         "leave out one of them",
     ),

@@ -90,6 +90,8 @@ def _located(setting: str, path: str, settings: Mapping[str, str], where: str) -
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # whatever a file lacks
         section, _, field = setting.partition(".")
         saved = toml_table(Path(settings["job.run_dir"]) / "run.toml")[section][field]
+        if isinstance(saved, str) and _place(saved) == _place(path):
+            return path
         begun = snapshot_of(saved if isinstance(saved, str) else saved[0])
         if begun and begun.repository == asked.repository and not asked.revision:
             path = str(begun)

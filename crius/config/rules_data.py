@@ -102,7 +102,8 @@ def chat_reads_conversations(facts: Facts) -> Violations:
             why="weights of --checkpoint.init_from come with their tokenizer; without it all weights start at random"
             if is_drawn
             else "",
-            fix="--checkpoint.init_from MODEL or --tokenizer.path DIR, with tokenizer.json and chat_template.jinja",
+            fix="a model that has both: --checkpoint.init_from; or --tokenizer.path DIR, with tokenizer.json and "
+            "chat_template.jinja",
         )
     names = data.named_columns
     if len(names) > 2 or len({*names}) < len(names):

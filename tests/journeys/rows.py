@@ -330,7 +330,7 @@ AGAIN = f"{SHORT} --checkpoint.interval 2"
 
 J7 = [
     # a wrong command line
-    Row("crius trian", 2, ('"trian"', '"train"')),
+    Row("crius trian", 2, ("trian is not a verb", "fix    crius train")),
     Row("crius train --training.stesp 5", 2, ("did you mean --training.steps",)),
     Row(
         "crius train --training.steps many",
@@ -378,7 +378,7 @@ J7 = [
     Row("crius train --data.source text --data.path empty/", 1, ("empty",)),
     Row("crius train --data.source text --data.path latin1.txt", 1, ("latin1.txt:1", "not UTF-8")),
     Row("crius train --data.source jsonl --data.path cut.jsonl", 1, ("cut.jsonl:2", "not JSON")),
-    Row("crius train --data.source tokens --data.path .", 1, ("meta.json", "crius data prepare")),
+    Row("crius train --data.source tokens --data.path .", 2, ("meta.json", "crius data prepare")),
     Row("crius train --tokenizer.path nowhere", 2, ("nowhere does not exist", "--tokenizer.path")),
     Row("crius train --tokenizer.path tokenizer.json", 1, ("not a tokenizer.json",)),
     Row("crius train --job.run_dir file/run", 1, ("file/run cannot be written", "--job.run_dir runs/mine")),

@@ -148,11 +148,12 @@ def test_settings_are_those_that_the_command_line_gives(flags):
 def test_five_violations_are_one_message(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = [*(SHARD, "4", "--training.global_batch_size", "10", "--model.flavor", "7b", "--training.steps", "0")]
-    assert cli.main(["train", *flags, "--data.path", "x", "--checkpoint.no_enable", "--checkpoint.keep_last", "3"]) == 2
+    flags += ["--lr_scheduler.decay_ratio", "2", "--checkpoint.no_enable", "--checkpoint.keep_last", "3"]
+    assert cli.main(["train", *flags]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ConfigError: 5 problems")
-    values = ("flavor 7b", "steps 0", "global_batch_size 10", "checkpoint.keep_last has no effect", "data.path x")
+    values = ("flavor 7b", "steps 0", "decay_ratio 2", "global_batch_size 10", "checkpoint.keep_last has no effect")
     for number, value in enumerate(values, start=1):
         assert re.search(rf"^\[{number}\] ConfigError: .*{value}", err, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
