@@ -84,7 +84,7 @@ CASES = {
     ),
     "no_file_matches": (
         lambda folder: text(folder / "*.txt"),
-        (1, "DataError", ["no file matches {}/*.txt", "--data.path"]),
+        (2, "MissingPathError", ["no file matches {}/*.txt", "--data.path"]),
     ),
     "unwritable_run_folder": (
         lambda folder: ["--job.run_dir", str(write(folder / "file", b"") / "run")],
