@@ -210,15 +210,6 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
     assert said in refused(*flags)
 
 
-def test_each_flag_of_another_trainer_is_named_with_what_replaces_it(crius):
-    lacking = [old for old in NOTHING if old != "import"]
-    code, _, said = crius("train", *(f"--{old}" for old in [*MOVED, *lacking]))
-    assert code == 2
-    moved = {old: new for old, new in MOVED.items() if old != "resume"}  # which has no value here
-    assert [old for old, new in moved.items() if f"unknown flag --{old}, did you mean --{new}?" not in said] == []
-    assert [old for old in lacking if f"unknown flag --{old}: Crius lacks it." not in said] == []
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

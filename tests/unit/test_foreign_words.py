@@ -382,6 +382,15 @@ def answers():
     return found
 
 
+def test_each_flag_of_another_trainer_is_named_with_what_replaces_it():
+    lacking = [old for old in NOTHING if old != "import"]
+    code, said = _told([f"--{old}" for old in [*MOVED, *lacking]])
+    assert code == 2
+    moved = {old: new for old, new in MOVED.items() if old != "resume"}  # which has no value here
+    assert [old for old, new in moved.items() if f"unknown flag --{old}, did you mean --{new}?" not in said] == []
+    assert [old for old in lacking if f"unknown flag --{old}: Crius lacks it." not in said] == []
+
+
 @pytest.mark.parametrize("typed", FLAGS)
 def test_a_name_of_another_program_is_answered_with_its_value(answers, typed):
     [answer] = answers[typed]
