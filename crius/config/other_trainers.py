@@ -244,7 +244,9 @@ _LACKING = {
         "bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant "
         "use_bnb_nested_quant"
     ),
-    "nothing is uploaded": "hub_model_id hub_private_repo hub_strategy hub_token",
+    "crius export --push_to OWNER/NAME uploads to a new private repository, with the login of hf": (
+        "hub_model_id hub_private_repo hub_strategy hub_token"
+    ),
     "on a GPU training.local_batch_size is lowered until it fits": "auto_find_batch_size",
     "sequences are filled with whole conversations, and columns that nothing uses are not read": (
         "eval_packing group_by_length packing_strategy pad_to_multiple_of pad_to_sequence_len padding_free "
