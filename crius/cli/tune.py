@@ -58,10 +58,11 @@ def tune(
         emit(f"crius train {shlex.join(known['words'])}")
     if not known:
         known = {"asked": asked, **_begun(_opened(model, folder), data, settings, given, folder, dry=dry)}
+        if not dry:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder, known)
     if dry:
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder, known)
     if run_row(folder).state.word != "finished":
         with caught_signals() as stops:
             code = train([*known["words"], *imports()], stops)

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,10 +105,8 @@ def _loss(model: Source, conversation: Conversation) -> float:
 def change(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
     """Mean of the paired differences, after minus before, and its standard error."""
     differences = [late - early for early, late in zip(before, after, strict=True)]
-    count = len(differences)
-    mean = sum(differences) / count
-    variance = sum((one - mean) ** 2 for one in differences) / max(1, count - 1)
-    return mean, math.sqrt(variance / count)
+    spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
+    return statistics.fmean(differences), spread / math.sqrt(len(differences))
 
 
 def compared(
