@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = HELP_PAGE.choose(arguments, app)
         command, bound, _ = parse(arguments)
         is_parsed = True
+        if SOURCES.counted and arguments[0] != "train":
+            what = f"{' and '.join(sorted(SOURCES.counted))} auto is for crius train, which counts the sequences."
+            raise ConfigError(what, where="command line or file", fix="give a number")
         return command(*bound.args, **bound.kwargs) or 0
     except (CycloptsError, WrongSettings) as error:
         problem = explain(error) if is_parsed else explain(error, arguments, parse)

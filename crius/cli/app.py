@@ -238,7 +238,7 @@ def facts_of(
         lay_out=functools.partial(_lay_out, machine, is_dry),
         run_dir=run_dir,
     )
-    if saved is None and (not placement or placement.rank == 0):  # else it was printed
+    if saved is None and not SOURCES.counted and not (placement and placement.rank):  # else it was printed, or will be
         _say_decisions(resolved, on_gpu=on_gpu)
     here = asked or resolved.config.parallelism.total_ranks(num_gpus or 1)
     flag = "--nproc (command line)" if nproc else ""

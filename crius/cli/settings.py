@@ -163,16 +163,12 @@ def prepare(
     """Tokenise a corpus once into the folder OUT, for --data.source tokens --data.path OUT."""
     from crius.data import prepare as preparation
     from crius.data.rows import left_out
-    from crius.interop.hub import TOKENIZER, located, located_data
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
     say_inferred(RunConfig(data=data))
     _check_corpus(data, tokenizer)
-    paths = tuple(located_data(path, data.source) for path in data.path)
-    data = dataclasses.replace(data, path=paths)
-    tokenizer = dataclasses.replace(tokenizer, path=located(tokenizer.path, "--tokenizer.path", TOKENIZER))
     started = time.monotonic()
     meta = preparation.prepare(data, tokenizer, out, num_workers or os.cpu_count() or 1)
     what = "conversations" if meta.is_chat else "documents"

@@ -5,10 +5,14 @@ import dataclasses
 import functools
 import json
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crius.cli.app import (
+    COMMAND,
+    SOURCES,
     STARTED,
     ConfigFiles,
     DryRun,
@@ -32,7 +36,7 @@ from crius.cli.app import (
 )
 from crius.config import rules
 from crius.config.facts import Facts
-from crius.config.run import RunConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, EnvironmentError, OutOfMemoryError
 from crius.host import Machine
 from crius.launch.environment import FAULTS, Placement
@@ -100,10 +104,26 @@ def prepared(run: RunConfig, nproc: int, placement: Placement | None) -> tuple[F
     from crius.train.inputs import saved_settings
 
     saved = saved_settings(facts.config, folder)
-    if saved is not None:  # dtype and document boundaries come from the checkpoint
+    is_counted = bool(SOURCES.counted)
+    run = _with_counts(run, facts, saved or {}, placement.rank if placement else 0)
+    if saved is not None or is_counted:  # dtype and document boundaries come from the checkpoint
         facts = facts_of(run, nproc, placement, saved=saved, run_dir=folder)
         rules.check(facts)
     return _with_epochs(facts, folder), folder
+
+
+def _with_counts(run: RunConfig, facts: Facts, saved: Mapping[str, Any], rank: int = 0) -> RunConfig:
+    """``run`` with numbers for what is ``auto``, which rank 0 prints. ``saved`` see ``counted``."""
+    if not SOURCES.counted:
+        return run
+    from crius.tools.tune.counted import counted
+
+    values, line = counted(facts.config, SOURCES.counted, facts.data_parallel_ranks, saved)
+    SOURCES.counted.clear()
+    COMMAND.extend(word for name, number in values.items() for word in (f"--{name}", str(number)))  # for the next one
+    if rank == 0:
+        sys.stderr.write(f"{line}\n")
+    return replace_fields(run, values)
 
 
 def _with_epochs(facts: Facts, folder: Path) -> Facts:
@@ -231,6 +251,9 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, imbalance: float, as_json: b
     """Build, lay out and step the model on tensors without memory, and print the memory and the work of a rank."""
     facts = facts_of(run, nproc, None, is_dry=True)
     rules.check(facts)
+    if SOURCES.counted:
+        facts = facts_of(_with_counts(run, facts, {}), nproc, None, is_dry=True)
+        rules.check(facts)
     machine, hardware = place_of(facts)
     run, why = fitted(facts, machine, hardware)
     need_torch()

@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,6 +127,7 @@ def _begun(
 ) -> dict[str, Any]:
     """Choose the command, print it with its reasons, and ask the model before it is tuned, unless ``dry``."""
     from crius.data.show import coloured, preview, takes_colour
+    from crius.tools.tune.chatml import choose_template
     from crius.tools.tune.choose import choose, corpus_of
     from crius.tools.tune.held_out import conversations_of, give_back_memory, seconds_per_token, tell
 
@@ -135,7 +135,7 @@ def _begun(
     if "job.run_dir" not in given:
         named += ["--job.run_dir", str(folder)]
     chosen = Choices(given)
-    new_ids = _template(model, folder, chosen)
+    new_ids = choose_template(model, folder / "tokenizer", chosen)
     facts, words = choose(named, chosen, _facts, _memory, new_ids)
     train_set, held_set, tokenizer = corpus_of(facts)
     emit(f"{model}: {facts.config.model.name}, {facts.model.num_parameters / 1e6:,.1f} M weights")
@@ -159,22 +159,6 @@ def _begun(
     return {"words": words, "before": before}
 
 
-def _template(model: str, folder: Path, chosen: Choices) -> list[str]:
-    """Give a base without a chat template ChatML; returns the tokens that its tokenizer lacked."""
-    from crius.interop.weights import open_weights
-    from crius.tools.tune.chatml import needs_template, write_chatml
-
-    weights = open_weights(model)
-    if "tokenizer.path" in chosen.given or not needs_template(weights):
-        return []
-    place = folder / "tokenizer"
-    shutil.rmtree(place, ignore_errors=True)
-    added = write_chatml(weights.tokenizer, place)
-    with_ids = f"; {' and '.join(added)} are new ids" if added else ""
-    chosen.take("tokenizer.path", place, f"the base has no chat template: ChatML{with_ids}")
-    return added
-
-
 def _source(path: str) -> Any:
     from crius.tools.generate.source import read_source
     from crius.tools.tune.held_out import ANSWER
@@ -196,6 +180,8 @@ def _facts(words: Sequence[str]) -> Facts:
         raise explain(error, arguments) from None
     if command is not train_verb.train or {*bound.arguments} & {"dry_run", "as_json", "config"}:
         raise ConfigError("crius tune takes settings of crius train.", where="command line", fix="crius tune --help")
+    if SOURCES.counted:
+        raise ConfigError("auto is what crius tune chooses.", where="command line", fix="leave it out")
     with contextlib.redirect_stderr(io.StringIO()):  # the run itself prints its decisions
         facts = facts_of(bound.arguments.get("run", RunConfig()), bound.arguments.get("nproc", 0), None)
     rules.check(facts)

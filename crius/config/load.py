@@ -43,6 +43,8 @@ OF_EXPERTS = ("num_experts", "top_k", "expert_ffn_dim")
 
 LENGTHS = ("training.steps", "training.epochs")
 """Settings of a run's length: one of them in a stronger source replaces the other in a weaker source."""
+COUNTED = {"training.epochs": "1", "training.global_batch_size": "-1"}
+"""Settings that may be ``auto``: what follows from the number of sequences. Their values until these are counted."""
 FROM_HF = "--model.from_hf"
 OF_MODEL = " (model.from_hf)"
 """End of the origin of a value that ``model.from_hf`` gave."""
@@ -84,6 +86,7 @@ class RunSources:
     Attributes:
         origins: dotted field name to a phrase such as ``recipe debug``, for every value that is not a default.
         recipe: name of the recipe that was used; empty if only ``--config`` files were used.
+        counted: the settings of ``COUNTED`` that are ``auto``.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class RunSources:
     ) -> None:
         self.origins: dict[str, str] = {}
         self.recipe = ""
+        self.counted: set[str] = set()
         self._spellings = spellings
         self._read_model, self._read_weights = read_model, read_weights
         self._read_data = read_data
@@ -123,7 +127,10 @@ class RunSources:
             if int in (argument.hint, *get_args(argument.hint)):
                 argument.tokens = [token.evolve(value=_whole(token.value)) for token in argument.tokens]
         self.origins, self._model_file = {}, ""  # of this command line alone
+        self.counted.clear()
         if "--recipe" not in named:
+            yield from self._find("--tokenizer.path", named)
+            yield from self._find("--data.path", named)
             yield from self._spread_data(named, DATA_DECIDES)
             return
         files = [token.value for token in named["--config"].tokens]
@@ -306,6 +313,9 @@ class RunSources:
             token.evolve(value=self._spelled(name, token.value) or _canonical(token.value, argument.hint))
             for token in argument.tokens
         ]
+        if name in COUNTED and argument.tokens[0].value.lower() == "auto":
+            self.counted.add(name)
+            argument.tokens = [argument.tokens[0].evolve(value=COUNTED[name])]
         wrong = next(filter(None, (_wrong_number(argument, token.value) for token in argument.tokens)), "")
         if wrong:
             yield ConfigError(f"{name} {wrong}", where=source, fix="give an integer")
@@ -418,7 +428,7 @@ def _fill(
         argument = fields.get(name)
         if argument is None or argument.tokens:
             continue
-        if not takes(argument.hint, value):
+        if not takes(argument.hint, value) and not (name in COUNTED and value == "auto"):
             yield wrong_kind(name, value, argument.hint, source)
             continue
         if name in COMMAND_LINE_ONLY and value and is_read_only:

@@ -3,6 +3,7 @@
 ``crius.train.inputs.resolve`` asks these rules, the model, the tokenizer and the checkpoint: docs/decisions/035.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -248,7 +249,7 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_u
         return _virtual_batch_sizes(training, data_parallel_ranks)
     if total == -1:
         # not local x ranks: the loss curve must depend neither on the ranks nor on a setting about memory
-        unit = data_parallel_ranks * max(1, local) * microbatch_unit
+        unit = batch_unit(training, data_parallel_ranks, microbatch_unit)
         total = -(-AUTO_GLOBAL_BATCH_SIZE // unit) * unit
     if total % data_parallel_ranks:
         raise ValueError(
@@ -265,6 +266,12 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_u
             f"data-parallel ranks = {unit}; {_nearest_multiples(total, unit)}"
         )
     return BatchSizes(local=local, total=total, accumulation=share // local)
+
+
+def batch_unit(training: TrainingConfig, data_parallel_ranks: int, microbatch_unit: int = 1) -> int:
+    """Sequences of which a ``global_batch_size`` that is not given is a multiple; see ``batch_sizes``."""
+    shards = training.virtual_shards if training.reproducible else 1
+    return math.lcm(data_parallel_ranks * max(1, training.local_batch_size) * microbatch_unit, shards)
 
 
 def _virtual_batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSizes:

@@ -16,7 +16,8 @@ class TrainingConfig:
     epochs: int = -1
     """Train for this many passes over the training data, instead of training.steps. Each sequence is trained on exactly
     this many times: a last batch that is not full is filled with padding without labels. Not for streams. -1: train for
-    training.steps. If a recipe or a file gives either of the two, the stronger source wins."""
+    training.steps. auto: 3, or as many as give 50 steps. If a recipe or a file gives either of the two, the stronger
+    source wins."""
 
     seq_len: int = 2048
     """Tokens in a sequence."""
@@ -30,7 +31,8 @@ class TrainingConfig:
     global_batch_size: int = -1
     """Sequences in one optimizer step, over all ranks and microbatches. If it is larger than local_batch_size x
     data-parallel ranks, gradients are accumulated. -1: 8, so that the loss curve does not depend on the layout; if 8 is
-    not a multiple of local_batch_size x data-parallel ranks, the next multiple."""
+    not a multiple of local_batch_size x data-parallel ranks, the next multiple. auto: 16, or of 8, 4, 2 and 1 the
+    largest that gives 50 steps in the epochs of the run (3, if it has none), and the next multiple likewise."""
 
     gradient_sync: Literal["default", "immediate", "deferred", "auto"] = "default"
     """When gradients are synchronised under accumulation. immediate: reduce-scatter (and all-reduce over replicas) in

@@ -11,6 +11,7 @@ from harness import crius
 from sft_samples import tokenizer_folder
 
 from crius.config.data import TokenizerConfig
+from crius.config.run import RunConfig, replace_fields
 from crius.data.chat.renderer import render_chat
 from crius.data.chat.template import read_template
 from crius.data.samples import pack
@@ -27,6 +28,7 @@ from crius.tools.tune.choices import (
     trains_all,
 )
 from crius.tools.tune.choose import choose_weights
+from crius.tools.tune.counted import counted
 from crius.tools.tune.held_out import Conversation, change
 
 
@@ -178,6 +180,66 @@ def test_the_first_way_that_fits_the_memory_is_taken(given, takes_all, only_all,
 def test_a_model_that_fits_in_no_way_is_refused_with_what_each_takes():
     with pytest.raises(OutOfMemoryError, match=r"nothing fits into 2\.0 GiB of memory: 3\.0, 3\.0 GiB are needed"):
         choose_weights([], Choices({}), 1, lambda words: (3 * 2**30, 2 * 2**30), "", takes_all=False, only_all=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "more", "saved", "want"),
+    [
+        ("EB", 1, {}, {}, {"E": 3, "B": 2}),  # 46 sequences, 69 steps
+        ("EB", 4, {}, {}, {"E": 5, "B": 4}),  # 58 steps
+        ("EB", 3, {"training.local_batch_size": 2}, {}, {"E": 7, "B": 6}),
+        ("EB", 2, {"training.reproducible": True}, {}, {"E": 9, "B": 8}),  # 8 virtual shards
+        ("E", 1, {"B": 23}, {}, {"E": 25}),
+        ("E", 1, {}, {}, {"E": 9}),  # of 8
+        ("B", 1, {"training.epochs": 18}, {}, {"B": 16}),
+        ("B", 1, {"training.steps": 7}, {}, {"B": 2}),
+        ("EB", 1, {}, {"E": 2, "B": 5}, {"E": 2, "B": 5}),  # the checkpoint's
+        ("EB", 1, {}, {"E": -1, "B": 23}, {"E": 25, "B": 23}),  # it was to end after its steps
+    ],
+)
+def test_auto_is_a_number_that_follows_from_the_sequences(names, ranks, more, saved, want, tmp_path):
+    named = {"E": "training.epochs", "B": "training.global_batch_size"}
+    (tmp_path / "own.txt").write_text("a" * 47 * 32)
+    settings = {"data.source": "text", "data.path": (str(tmp_path / "own.txt"),), "training.seq_len": 32}
+    settings |= {"validation.interval": 0} | {named.get(name, name): value for name, value in more.items()}
+    config = replace_fields(RunConfig(), settings)
+    found, said = counted(config, [named[n] for n in names], ranks, {named[n]: number for n, number in saved.items()})
+    assert found == {named[name]: number for name, number in want.items()}
+    assert "46 sequences an epoch" in said
+
+
+@pytest.mark.full
+def test_auto_in_a_file_or_as_a_flag_is_written_as_numbers(tmp_path):
+    (tmp_path / "own.txt").write_text("a" * 47 * 32)
+    (tmp_path / "auto.toml").write_text('[training]\nepochs = "auto"\n')
+    words = "train --config auto.toml --training.global_batch_size AUTO --training.seq_len 32 --data.path own.txt"
+    words += " --validation.interval 0 --checkpoint.no_enable --job.run_dir run --model.num_layers 1"
+    done = crius(*words.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "auto: training.epochs 3, training.global_batch_size 2: 69 steps of 2" in done.stderr
+    written = tomllib.loads((tmp_path / "run/run.toml").read_text())["training"]
+    assert (written["epochs"], written["global_batch_size"]) == (3, 2)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 69
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("config", "show", "--training.epochs", "auto"), "training.epochs auto is for crius train"),
+        (("plan", "--training.global_batch_size", "auto"), "training.global_batch_size auto is for crius train"),
+        (("train", "--training.epochs", "auto", "--training.steps", "4"), "both give the length of the run"),
+        (("train", "--training.epochs", "auto", "--data.source", "huggingface", "--data.path", "a/b"), "with a stream"),
+        (
+            ("train", "--training.global_batch_size", "auto", "--data.source", "huggingface", "--data.path", "a/b"),
+            "which a stream does not tell",
+        ),
+        (("train", "--training.steps", "auto"), "unable to convert"),
+        (("tune", "base", "own.jsonl", "--training.epochs", "auto"), "auto is what crius tune chooses"),
+    ],
+)
+def test_auto_is_refused_where_nothing_counts_the_sequences(words, said, place):
+    done = crius(*words, cwd=place)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
 @pytest.mark.full

@@ -56,10 +56,7 @@ def local_files(data: DataConfig, flag: str) -> tuple[Path, ...]:
     if data.source in ("huggingface", "tokens"):
         what = f"source {data.source} has no files with rows."
         raise ConfigError(what, where="--data.source", fix="give files: text, jsonl, csv or parquet")
-    try:
-        return find_files(data, flag)
-    except DataError as error:
-        raise ConfigError(error.what, where=error.where, why=error.why, fix=error.fix) from None
+    return find_files(data, flag)
 
 
 def read_rows(data: DataConfig, files: Sequence[Path]) -> Iterator[Row]:

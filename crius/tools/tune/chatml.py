@@ -6,8 +6,9 @@ from pathlib import Path
 
 from crius.data.chat.template import folder_of, read_object
 from crius.data.tokenizer_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
-from crius.interop.weights import Weights
+from crius.interop.weights import open_weights
 from crius.tools.convert.new_folder import new_folder
+from crius.tools.tune.choices import Choices
 
 START = "<|im_start|>"
 END = "<|im_end|>"
@@ -17,9 +18,20 @@ CHATML = (
 )
 
 
-def needs_template(weights: Weights) -> bool:
-    """Whether a model has a tokenizer.json, but no chat template."""
-    return not weights.chat_template and weights.tokenizer not in ("", "byte")
+def choose_template(model: str, place: Path, chosen: Choices) -> list[str]:
+    """Choose a tokenizer with ChatML, written to ``place``, if a model has a tokenizer.json, but no chat template.
+
+    Returns:
+        The tokens that its tokenizer lacked.
+    """
+    weights = open_weights(model)
+    if "tokenizer.path" in chosen.given or weights.chat_template or weights.tokenizer in ("", "byte"):
+        return []
+    shutil.rmtree(place, ignore_errors=True)
+    added = write_chatml(weights.tokenizer, place)
+    with_ids = f"; {' and '.join(added)} are new ids" if added else ""
+    chosen.take("tokenizer.path", place, f"the base has no chat template: ChatML{with_ids}")
+    return added
 
 
 def write_chatml(tokenizer: str, target: Path) -> list[str]:

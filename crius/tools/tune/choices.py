@@ -100,12 +100,12 @@ def _packed(lengths: npt.NDArray[np.int64], seq_len: int) -> tuple[int, float]:
     return sequences, 1 - float(cut.sum()) / (sequences * seq_len)
 
 
-def schedule_for(sequences: int, ranks: int = 1, batch: int = 0, epochs: int = 0) -> tuple[int, int, int]:
+def schedule_for(sequences: int, unit: int = 1, batch: int = 0, epochs: int = 0) -> tuple[int, int, int]:
     """Sequences of a step, epochs, and the steps that follow, at least ``LEAST_STEPS`` where both are open.
 
     Args:
         sequences: sequences of an epoch.
-        ranks: data-parallel ranks, of which the batch is a multiple.
+        unit: sequences of which the batch is a multiple.
         batch: given sequences of a step; 0: open.
         epochs: given passes over the data; 0: open.
     """
@@ -114,7 +114,7 @@ def schedule_for(sequences: int, ranks: int = 1, batch: int = 0, epochs: int = 0
         batch = MOST_BATCH
         while batch > 1 and -(-passes * sequences // batch) < LEAST_STEPS:
             batch //= 2
-        batch = max(ranks, batch // ranks * ranks)
+        batch = -(-batch // unit) * unit
     if not epochs:
         passes = max(passes, -(-(LEAST_STEPS - 1) * batch // sequences))
         while -(-passes * sequences // batch) < LEAST_STEPS:
