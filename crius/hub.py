@@ -1,5 +1,6 @@
 """Names on the Hugging Face hub, where a path is expected: which texts are names. Nothing is asked here."""
 
+import difflib
 import os
 import re
 from typing import NamedTuple
@@ -36,15 +37,22 @@ def parse_name(text: str) -> HubName | None:
 def hub_name(path: str) -> HubName | None:
     """The name that the value of a path is; None if it is a path, there or not.
 
-    An existing path wins. ``./a/b``, a second slash, the suffix of a file and a first part that is a folder here mean a
-    path, so that a mistyped path is not asked of the hub. A revision means a name.
+    An existing path wins. ``./a/b``, a second slash, the suffix of a file, a first part that is a folder here, and one
+    that is nearly the name of a folder with that second part mean a path, so that a mistyped path is not asked of the
+    hub. A revision means a name.
     """
     name = parse_name(path)
     if name is None or os.path.exists(path):
         return None
     owner, _, last = name.repository.partition("/")
-    is_path = _FILE.fullmatch(os.path.splitext(last)[1].lower()) or os.path.isdir(owner)
+    is_path = _FILE.fullmatch(os.path.splitext(last)[1].lower()) or os.path.isdir(owner) or _is_near(owner, last)
     return None if is_path and not name.revision else name
+
+
+def _is_near(owner: str, last: str) -> bool:
+    """Whether ``last`` is in a folder here whose name is nearly ``owner``."""
+    folders = [entry.name for entry in os.scandir() if entry.is_dir()]
+    return any(os.path.exists(os.path.join(folder, last)) for folder in difflib.get_close_matches(owner, folders))
 
 
 def snapshot_of(path: str) -> HubName | None:

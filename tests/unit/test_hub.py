@@ -18,7 +18,7 @@ pytest.importorskip("huggingface_hub")
 MODEL = "some/small-0.1"
 CODE = {"modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "onnx/model.json": b"{}"}
 CHATS = {"data/train-0.jsonl": b'{"text": "a"}\n', "data/test-0.jsonl": b'{"text": "b"}\n', "load.py": b"raise"}
-TYPOS = ["./some/small", "a/b/c", "some/small.jsonl", "model.safetensors", "runs/tunde", "/some/small", "some"]
+TYPOS = ["./some/small", "a/b/c", "some/small.jsonl", "model.safetensors", "runs/tunde", "rnus/tuned", "/some/small", "some"]
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +125,8 @@ def test_after_a_failure_only_the_missing_files_are_fetched(hub):
 @pytest.mark.parametrize("path", TYPOS)
 def test_a_mistyped_path_is_no_name(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    assert hub_name(path) is None and hub_name("owner/tunde")
+    (tmp_path / "runs/tuned").mkdir(parents=True)
+    assert hub_name(path) is None and hub_name("owner/tuned") and hub_name("rnus/other")
 
 
 def test_a_mistyped_path_is_not_asked_of_the_hub(hub, capsys):
