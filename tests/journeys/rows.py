@@ -1,7 +1,7 @@
 """The steps of the journeys: what a user types, in order, and what has to come back.
 
 J1 ten minutes on a laptop, J2 my own text and size, J3 from a pretrained model and back, J4 eight H100s for a night,
-J5 experts rehearsed on a laptop, J6 my own model outside the repository, J7 something is wrong.
+J5 experts rehearsed on a laptop, J6 my own model outside the repository, J7 something is wrong, J8 two hundred chats.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ PAGES = {
     "J5": ("docs/experts.md", "docs/parallelism/experts.md", "docs/dry_run.md"),
     "J6": ("docs/adding_a_model.md", "docs/extend.md", "docs/plugins.md"),
     "J7": ("docs/something_is_wrong.md", "docs/config.md"),
+    "J8": ("docs/fine_tuning.md", "docs/chat_data.md"),
 }
 """Pages that tell a journey, or a part of it."""
 
@@ -208,7 +209,7 @@ J4 = [
     ),
     Row(
         f"CRIUS_FAULT=kill:step=4,rank=1 crius train {SHORT} --training.steps 6 --checkpoint.interval 2"
-        " --parallelism.data_parallel_shard_degree 2 --job.run_dir runs/dies",
+        " --checkpoint.mode sync --parallelism.data_parallel_shard_degree 2 --job.run_dir runs/dies",
         says=("restarting from the newest checkpoint", "resume: step"),
     ),
     Row(
@@ -417,4 +418,36 @@ J7 = [
     Row("crius plan --gpus 8 --gpu h100", 2, ("--flavor",)),
     Row("crius verify parity --layouts fsdp2,tp99x", 2, ("tp99x is not a layout term",)),
     Row("crius data prepare out --data.source text --data.path nowhere.txt", 2, ("nowhere.txt does not exist",)),
+]
+
+# a small base in place of SmolLM2, which tests/real/test_tune.py takes
+BEFORE_J8 = _CHATS.replace("range(40)", "range(200)") + (
+    "crius data tokenizer tok --data.path chats.jsonl --vocab 300 && crius train --data.source text --data.path"
+    " chats.jsonl --tokenizer.path tok --training.steps 4 --model.num_layers 2 --training.seq_len 64"
+    " --validation.interval 0 --job.run_dir runs/base"
+)
+J8 = [
+    Row(
+        "crius tune runs/base chats.jsonl --dry",
+        says=(
+            r"training.seq_len \d+ +\S",
+            r"(?s)conversation \d+, ⟦trained on⟧:.*⟦It is \d+.*conversation \d+, ⟦trained on⟧:",
+            r"about [\d,]+ (s|minutes) of training",
+            r"(?m)^(?P<train>crius train .*)$",
+        ),
+    ),
+    Row("{train} --dry_run", says=("dry run of llama3",)),
+    Row(
+        "crius tune runs/base chats.jsonl --training.seq_len 128 --optimizer.lr 1e-3",
+        says=(
+            r"(?s)question +user What is.*before +.*after +.*data +It is(.*question){2}",
+            r"20 held-out conversations: \d\.\d+ nats",
+            r"(?P<left>runs/\S+)/merged: \w+",
+            r"(?m)talk to it: (?P<talk>crius generate .*)$",
+        ),
+        seconds=240,
+    ),
+    Row("{talk}"),
+    Row("mv {left} elsewhere && crius generate elsewhere/merged --chat --prompt 'What is 7 + 1?'", says=("It is",)),
+    Row("crius tune HuggingFaceTB/SmolLM2-135M chats.jsonl", 2, ("HF_HUB_OFFLINE", "hf download HuggingFaceTB")),
 ]

@@ -15,7 +15,7 @@ from harness import ROOT, TEXT
 
 from journeys import rows
 
-JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J3", "J4", "J5", "J6", "J7")}
+JOURNEYS = {name: getattr(rows, name) for name in ("J1", "J2", "J3", "J4", "J5", "J6", "J7", "J8")}
 REAL = {"J3"}
 """Journeys with the packages of make setup-real."""
 
