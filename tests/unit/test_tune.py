@@ -247,12 +247,9 @@ def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tmp
     """Also after the run folder was moved; a second start goes on where the first one ended."""
     words = ("tune", "base", "own.jsonl", "--optimizer.lr", "2e-3", "--training.device", "cpu")
     done = crius(*words, cwd=place)
-    assert done.returncode == 0, done.stderr
     run = place / "runs/base-own"
-    assert json.loads((run / "summary.json").read_text())["steps"] >= LEAST_STEPS
+    assert_learned(done, run)
     assert tomllib.loads((run / "run.toml").read_text())["optimizer"]["lr"] == 2e-3
-    mean, error = map(float, re.search(r"\((-[\d.]+) \+- ([\d.]+), paired\)", done.stdout).groups())
-    assert mean < -2 * error
     assert [done.stdout.count(f"\n{word:<8}  ") for word in ("question", "before", "after", "data")] == [3, 3, 3, 3]
 
     again = crius(*words, cwd=place)
@@ -268,6 +265,61 @@ def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tmp
     score = crius("generate", str(moved / "adapters"), "--chat", "--prompt", "7+1?", cwd=place)
     merged = crius("generate", str(moved / "merged"), "--chat", "--prompt", "7+1?", cwd=place)
     assert score.returncode == 0 and score.stdout == merged.stdout
+
+
+def assert_learned(done, run):
+    """The run has enough steps, and held-out answers are more likely than before, by two paired standard errors."""
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run / "summary.json").read_text())["steps"] >= LEAST_STEPS
+    mean, error = map(float, re.search(r"\((-[\d.]+) \+- ([\d.]+), paired\)", done.stdout).groups())
+    assert mean < -2 * error
+
+
+def alpaca(number):
+    return {"instruction": "Add one.", "input": f"{number}", "output": f"It is {number + 1}."}
+
+
+def share_gpt(number):
+    turns = [("system", "Short."), ("human", f"{number}+1?"), ("gpt", f"It is {number + 1}.")]
+    return {"conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+def odd_keys(number):
+    turns = [("customer", f"{number}+1?"), ("clerk", f"It is {number + 1}.")]
+    return {"dialogue": [{"speaker": who, "utterance": text} for who, text in turns]}
+
+
+def german(number):
+    return {"prompt": f"Wie groß ist {number}+1?", "completion": f"Größer als {number}: {number + 1}."}
+
+
+def chinese(number):
+    turns = [("user", f"{number}加一?"), ("assistant", f"等于{number + 1}。")]
+    return {"messages": [{"role": who, "content": text} for who, text in turns]}
+
+
+ODD_KEYS = "messages=dialogue role=speaker content=utterance user=customer assistant=clerk"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "is_array", "columns"),
+    [
+        (share_gpt, False, ""),
+        (alpaca, True, ""),
+        (odd_keys, False, ODD_KEYS),
+        (german, False, ""),
+        (chinese, False, ""),
+    ],
+)
+def test_conversations_of_any_shape_and_language_are_learned(row, is_array, columns, place, tmp_path):
+    rows = [row(number) for number in range(60)]
+    text = json.dumps(rows) if is_array else "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in rows)
+    (tmp_path / "own.json").write_text(text)
+    more = [word for name in columns.split() for word in ("--data.columns", name)]
+    more += ["--optimizer.lr", "2e-3", "--training.device", "cpu", "--job.run_dir", "run"]
+    done = crius("tune", str(place / "base"), "own.json", *more, cwd=tmp_path)
+    assert_learned(done, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
