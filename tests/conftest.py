@@ -60,6 +60,9 @@ def imported_torchao():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(
+        key=lambda item: item.nodeid.startswith("tests/unit/")
+    )  # the long ones first: no process waits at the end
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -69,6 +72,10 @@ def pytest_collection_modifyitems(items):
 class ByFile(LoadScopeScheduling):
     """Several processes (``pytest -n``): the tests of a file are one process's, since they share fixtures and standing
     workers. So are the commands of a page, which build on each other."""
+
+    def __init__(self, config, log):
+        super().__init__(config, log)
+        config.option.loadscopereorder = False  # by number of tests, as if all took as long
 
     def _split_scope(self, nodeid):
         if "test_documented_command_runs[" in nodeid:

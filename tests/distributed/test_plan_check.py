@@ -49,6 +49,7 @@ def _check(flags, path, placement):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a dry run of all ranks of a large model
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
 def test_the_plan_agrees_with_the_dry_run(flags, tmp_path):
     """State to the byte, activations within 5 %."""

@@ -127,6 +127,7 @@ def measured(request, tmp_path_factory):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # the slow ones are measured in one process, which takes minutes
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

@@ -37,15 +37,14 @@ from crius.units import GIB
 START_RULES = [rule for rule in RULES if rule is not extras_installed]  # torchao need not be here
 
 
+BASE = parse(["--training.mixed_precision_param", "bfloat16"])
+
+
 def case(flavor="8b", gpus=8, gpu="h100-96g", seq_len=8192, **fields):
     """A case; ``fields`` have ``__`` for the dots and are pinned."""
     given = {name.replace("__", "."): value for name, value in fields.items()}
-    config = replace_fields(
-        parse(["--training.mixed_precision_param", "bfloat16", "--model.flavor", flavor]),
-        {"training.seq_len": seq_len, **given},
-    )
     return Case(
-        config=config,
+        config=replace_fields(BASE, {"model.flavor": flavor, "training.seq_len": seq_len, **given}),
         shape=llama(flavor),
         hardware=hardware(gpu),
         num_gpus=gpus,
