@@ -18,7 +18,16 @@ pytest.importorskip("huggingface_hub")
 MODEL = "some/small-0.1"
 CODE = {"modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "onnx/model.json": b"{}"}
 CHATS = {"data/train-0.jsonl": b'{"text": "a"}\n', "data/test-0.jsonl": b'{"text": "b"}\n', "load.py": b"raise"}
-TYPOS = ["./some/small", "a/b/c", "some/small.jsonl", "model.safetensors", "runs/tunde", "rnus/tuned", "/some/small", "some"]
+TYPOS = [
+    "./some/small",
+    "a/b/c",
+    "some/small.jsonl",
+    "model.safetensors",
+    "runs/tunde",
+    "rnus/tuned",
+    "/some/small",
+    "some",
+]
 
 
 @pytest.fixture(scope="module")
