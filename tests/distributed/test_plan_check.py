@@ -15,7 +15,8 @@ from crius.launch.local import run_workers
 P = "--parallelism."
 SHORT = ["--flavor", "debug", "--seq_len", "256"]
 CASES = {
-    **{name: ["--recipe", name, "--gpus", str(GPUS.get(name, 4))] for name in recipe_names()},
+    **{name: ["--recipe", name, "--gpus", str(GPUS.get(name, 4))] for name in recipe_names() if name != "tune"},
+    "tune": ["--recipe", "tune", "--flavor", "1b", "--gpus", "4"],  # its model is that of the weights
     "fsdp, unequal shards, recomputed": [*SHORT, "--gpus", "3", "--activation_checkpoint.mode", "selective"],
     "tensor parallel": [
         *SHORT,
