@@ -65,7 +65,7 @@ class DataError(CriusError):
 
 
 class MissingPathError(DataError):
-    """A path of data or of a tokenizer that was given leads nowhere."""
+    """A path that was given leads nowhere. Exit code 2."""
 
     exit_code = 2
 

@@ -37,7 +37,13 @@ from crius.optim.build import WarmupStableDecay
 from crius.shards import named_buffers, named_parameters, named_state, plain
 from crius.train.build import Job
 from crius.train.guard import UpdateGuard
-from crius.train.inputs import check_steps_left, checkpoint_folder, settings_to_compare, tokenizer_of
+from crius.train.inputs import (
+    check_steps_left,
+    checkpoint_folder,
+    nothing_to_load,
+    settings_to_compare,
+    tokenizer_of,
+)
 from crius.train.pretrained import load_base, load_initial
 from crius.train.saving import check_newest, remember
 from crius.train.state import TrainState, restore_streams, seed_streams, streams
@@ -124,6 +130,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
             ConfigError: the newest checkpoint of the run is missing.
+            MissingPathError: there is no checkpoint in ``checkpoint.load_path``.
         """
         config = self._config.checkpoint
         with status.during("load"):
@@ -140,11 +147,7 @@ class Checkpoints:
             if self.found is None and config.load_path:
                 self.found = self._find(CheckpointFolder(open_disk(config.load_path)), config.load_step)
                 if self.found is None:
-                    raise CheckpointError(
-                        f"there is no checkpoint in {config.load_path}.",
-                        where="--checkpoint.load_path",
-                        fix="give a folder with step-N folders, such as runs/NAME/checkpoints",
-                    )
+                    raise nothing_to_load(config.load_path)
                 check_steps_left(self.found.manifest.step, self._config)
 
     def resume(self, parts: Parts) -> dict[str, float]:

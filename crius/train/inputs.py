@@ -23,7 +23,7 @@ from crius.data.corpus import Corpus, open_corpus
 from crius.data.meta import META, TokenMeta
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_files import TOKENIZER
-from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError
+from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError, MissingPathError
 from crius.host import Machine
 from crius.interop.initial import INIT_FROM, model_of, open_base, open_initial
 from crius.interop.kept import is_kept, kept_place
@@ -347,9 +347,13 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
 
     Raises:
         ConfigError: the run cannot resume with these settings.
+        MissingPathError: there is no checkpoint in ``checkpoint.load_path``.
     """
     found = _resumed(config, run_dir)
     if found is None:
+        other = config.checkpoint.load_path
+        if other and config.checkpoint.is_enabled and not CheckpointFolder(open_disk(other)).steps():
+            raise nothing_to_load(other)
         if config.checkpoint.init_from:
             open_initial(config)
         elif config.lora.is_on and config.checkpoint.is_enabled:
@@ -371,6 +375,15 @@ def check_resume(config: RunConfig, run_dir: Path) -> None:
         open_base(config, found.initial)
     if not found.is_own:
         check_steps_left(found.manifest.step, config)
+
+
+def nothing_to_load(place: str) -> MissingPathError:
+    """The error of a ``checkpoint.load_path`` without a checkpoint."""
+    return MissingPathError(
+        f"there is no checkpoint in {place}.",
+        where="--checkpoint.load_path",
+        fix="give a folder with step-N folders, such as runs/NAME/checkpoints",
+    )
 
 
 def check_steps_left(step: int, config: RunConfig) -> None:

@@ -86,6 +86,10 @@ CASES = {
         lambda folder: text(folder / "*.txt"),
         (2, "MissingPathError", ["no file matches {}/*.txt", "--data.path"]),
     ),
+    "no_checkpoint_to_load": (
+        lambda folder: ["--checkpoint.load_path", str(folder / "none")],
+        (2, "MissingPathError", ["there is no checkpoint in {}/none", "--checkpoint.load_path"]),
+    ),
     "unwritable_run_folder": (
         lambda folder: ["--job.run_dir", str(write(folder / "file", b"") / "run")],
         (1, "EnvironmentError", ["{}/file/run cannot be written", "--job.run_dir"]),

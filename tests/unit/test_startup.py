@@ -64,6 +64,7 @@ def torch_seconds():
         (["eval", "runs/a"], 2, "crius evaluate runs/a"),
         (["train", "--training.steps", "0"], 2, "training.steps 0 must be"),
         (["train", "--data.source", "text", "--data.path", "/none"], 2, "MissingPathError: /none does not exist"),
+        (["checkpoint", "convert", "/none", "/tmp/none"], 2, "MissingPathError: /none does not exist"),
     ],
     ids=[
         "help",
@@ -77,6 +78,7 @@ def torch_seconds():
         "wrong_verb",
         "broken_rule",
         "no_data",
+        "no_source",
     ],
 )
 def test_it_answers_at_once_and_without_torch(argv, code, said, tmp_path, torch_seconds):

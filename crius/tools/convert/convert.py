@@ -15,7 +15,7 @@ from crius.checkpoint.files import Part, check_written, commit, write_shard
 from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from crius.checkpoint.names import MANIFEST, parse_step, step_name
 from crius.checkpoint.pieces import TensorSource, as_array
-from crius.errors import CheckpointError, ConfigError
+from crius.errors import CheckpointError, ConfigError, MissingPathError
 from crius.interop.foreign import Foreign
 from crius.interop.safetensors_file import SUFFIX, read_safetensors
 from crius.tools.convert.dcp import METADATA, read_dcp
@@ -110,6 +110,7 @@ def convert(
 
     Raises:
         ConfigError: an argument does not fit the source.
+        MissingPathError: there is no such source.
         CheckpointError: the source is damaged or hostile, or the target cannot be written.
         OSError: the disk does not return the data.
     """
@@ -134,11 +135,11 @@ def convert(
 
 def _read(source: str) -> Foreign:
     place = Path(source)
+    if not place.exists() and "://" not in source:
+        raise MissingPathError(f"{source} does not exist.", where="SOURCE", fix="give a folder or a file that exists")
     if place.is_dir() and (place / METADATA).exists():
         return read_dcp(place)
     if place.suffix == SUFFIX or (place.is_dir() and any(place.glob(f"*{SUFFIX}"))):
-        if not place.exists():
-            raise CheckpointError(f"there is no file {source}.")
         if (place / MANIFEST).exists():
             raise CheckpointError(
                 f"{source} is a Crius checkpoint.", fix=f"train on it: --checkpoint.load_path {place.parent}"
