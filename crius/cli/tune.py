@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from cyclopts import CycloptsError, Parameter
 
 from crius.cli import train as train_verb
-from crius.cli.app import SOURCES, app, emit, facts_of, fitted, imports, need_torch, place_of
+from crius.cli.app import SOURCES, app, emit, facts_of, fitted, imports, need_torch, place_of, run_dir
 from crius.config import rules
 from crius.config.argv import normalized_argv
 from crius.config.facts import Facts
@@ -58,7 +58,7 @@ def tune(
     if not known:
         known = {"asked": asked, **_begun(_opened(model, folder), data, settings, given, folder, dry=dry)}
         if not dry:
-            folder.mkdir(parents=True, exist_ok=True)
+            run_dir(_facts(known["words"]).config, None)
             _write(folder, known)
     if dry:
         return 0

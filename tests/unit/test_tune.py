@@ -114,8 +114,10 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_a_dry_tune_says_why_and_its_command_is_that_run(place):
-    done = crius("tune", "base", "own.jsonl", "--dry", "--optimizer.lr", "1e-3", cwd=place)
+@pytest.mark.parametrize("ranks", ["1", "4"])
+def test_a_dry_tune_says_why_and_its_command_is_that_run(ranks, place):
+    words = ("--nproc", ranks, "--training.device", "cpu", "--optimizer.lr", "1e-3")
+    done = crius("tune", "base", "own.jsonl", "--dry", *words, cwd=place)
     assert done.returncode == 0, done.stderr
     assert not (place / "runs").exists()
     words = re.search(r"^crius (train .*)$", done.stdout, re.MULTILINE)[1].split()
@@ -126,6 +128,8 @@ def test_a_dry_tune_says_why_and_its_command_is_that_run(place):
             "data.path",
             "job.run_dir",
             "optimizer.lr",
+            "nproc",
+            "training.device",
         ):
             assert re.search(rf"^  {name[2:]} {value} +\S", done.stdout, re.MULTILINE), name
     assert done.stdout.count("⟦It is") == 2 and re.search(r"about \d+ s of training", done.stdout)

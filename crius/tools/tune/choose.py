@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from crius.config.facts import Facts
+from crius.config.pipeline import microbatch_unit
+from crius.config.resolve import batch_unit
 from crius.data.samples import SampleSource
 from crius.data.tokenizer import Tokenizer
 from crius.errors import ConfigError, OutOfMemoryError
@@ -30,6 +32,9 @@ ADAPTERS: dict[str, tuple[object, str]] = {
 }
 WAYS: tuple[dict[str, tuple[object, str]], ...] = (ADAPTERS, ADAPTERS | {"lora.base": ("nf4", "in 4 bits it fits")})
 """Ways to train fewer weights: settings, and why."""
+
+_MOST_TOKENS = 1 << 20
+"""Tokens of a sequence while the conversations are measured: none is cut before its answer."""
 
 LookAt = Callable[[Sequence[str]], Facts]
 Memory = Callable[[Sequence[str]], tuple[float, float]]
@@ -68,26 +73,27 @@ def choose(
     Raises:
         CriusError: the run is not possible, or nothing fits the memory.
     """
-    facts = look_at([*named, *chosen.words(), f"--{BATCH}", "1"])
-    ranks = facts.data_parallel_ranks
-    train_set = corpus_of(facts)[0]
-    lengths = lengths_of(train_set)
-    fraction = held_out_fraction(len(lengths))
+    words = [*named, *chosen.words()]
+    facts = look_at([*words, f"--{BATCH}=-1"])
+    unit = batch_unit(facts.config.training, facts.data_parallel_ranks, microbatch_unit(facts.config.parallelism))
     for name, value in (
         ("data.source", facts.config.data.source),
         ("data.format", facts.config.data.format),
         ("model.attention_mask", facts.config.model.attention_mask),
     ):
         chosen.take(name, value, "as the data looks")
+    whole = [f"--{BATCH}", str(unit), f"--{SEQ_LEN}", str(_MOST_TOKENS), "--data.no_packing"]
+    lengths = lengths_of(corpus_of(look_at([*words, *whole]))[0])
+    fraction = held_out_fraction(len(lengths))
     why = f"{max(1, round(fraction * len(lengths))):,} of {len(lengths):,} conversations are never trained on"
     chosen.take("validation.fraction", fraction, why)
     context = longest_context(open_weights(facts.config.checkpoint.init_from))
     chosen.take(SEQ_LEN, *seq_len_for(lengths, context))
-    facts = look_at([*named, *chosen.words(), f"--{BATCH}", str(ranks)])
+    facts = look_at([*named, *chosen.words(), f"--{BATCH}", str(unit)])
     train_set = corpus_of(facts)[0]
     sequences = train_set.num_samples
     given = chosen.given
-    batch, epochs, steps = schedule_for(sequences, ranks, int(given.get(BATCH, 0)), int(given.get(EPOCHS, 0)))
+    batch, epochs, steps = schedule_for(sequences, unit, int(given.get(BATCH, 0)), int(given.get(EPOCHS, 0)))
     if "training.steps" not in given:
         chosen.take(EPOCHS, epochs, f"{steps:,} steps of {batch}, from {sequences:,} sequences an epoch")
     chosen.take(BATCH, batch, "sequences a step")
