@@ -225,8 +225,13 @@ def document_text(row: object, field: str, where: str) -> str:
         text = value_of(row, field)
     except KeyError:
         names = list(_names_of_texts(row))
-        choice = difflib.get_close_matches(field, names, n=1, cutoff=0.5) or names
+        by_length = sorted(names, key=lambda name: -len(value_of(row, name)))
+        near = difflib.get_close_matches(field, names, n=1, cutoff=0.5)
+        choice = near or by_length
         fix = f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key of the text"
+        if len(names) > 1 and not near:
+            pair = " ".join(f"--data.columns {name}" for name in names if name in by_length[:2])
+            fix = f"{pair} if these are a question and its answer, else {fix}"
         lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
         if any({*keys} <= {*row} for keys in (*zip(LISTS), *PAIRS)):
             fix = f"--data.format chat if these are conversations, in files with rows; else {fix}"

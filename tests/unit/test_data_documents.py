@@ -84,6 +84,10 @@ BAD_LINES = {
     "deep": (b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", ["{name}:1"]),
     "other key": (b'{"txt": "a", "id": 1}\n', ["{name}:1", "txt, id", "--data.text_field txt"]),
     "unlike key": (b'{"id": 1, "body": "a"}\n', ["{name}:1", "id, body", "--data.text_field body"]),
+    "question and answer": (
+        b'{"id": "1", "customer": "Why so?", "reply": "So."}\n',
+        ["--data.columns customer --data.columns reply if these are", "else --data.text_field customer"],
+    ),
     "number": (b'{"text": "a"}\n{"text": 7}\n', ["{name}:2", "a number (7)"]),
     "null": (b'{"text": null}\n', ["{name}:1", "null"]),
     "surrogate": (b'{"text": "ab\\ud800"}\n', ["{name}:1", "surrogate \\ud800 at character 2"]),
