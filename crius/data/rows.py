@@ -144,12 +144,13 @@ def decode(content: bytes, file: Path, line: int, offset: int) -> str:
         compressed = content.startswith(_PACKED) and offset == 0
         encoding = "UTF-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) and offset == 0 else "LATIN1"
         name = shlex.quote(str(file))
+        converted = shlex.quote(str(file.with_suffix(f".utf8{file.suffix}")))
         raise DataError(
             f"byte {offset + error.start} of {file} is 0x{content[error.start]:02x}, which is not UTF-8.",
             where=f"{file}:{line}",
             fix="the file looks compressed: unpack it first"
             if compressed
-            else f"iconv -f {encoding} -t UTF-8 {name} > {name}.utf8 if it is {encoding}, and give that file",
+            else f"iconv -f {encoding} -t UTF-8 {name} > {converted} if it is {encoding}, and give that file",
         ) from error
     return text.removeprefix("\ufeff") if offset == 0 else text
 

@@ -119,7 +119,7 @@ def test_text_in_another_encoding_is_converted_by_the_command_that_is_printed(en
     command = caught.value.fix.partition(" if it is")[0]
     if shutil.which("iconv"):
         subprocess.run(command, shell=True, check=True)
-        assert (tmp_path / "my text.txt.utf8").read_text(encoding="utf-8") == "caf\u00e9\n"
+        assert (tmp_path / "my text.utf8.txt").read_text(encoding="utf-8") == "caf\u00e9\n"
     assert f"-f {encoding} " in command
 
 
