@@ -377,7 +377,7 @@ def test_a_text_after_nothing_comes_after_the_prefix_once():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "not JSON"),
+        ("{", "give a .txt file, or a file of lines"),
         ("[1]", "not a JSON object"),
         ("{}", "no text to score"),
         ('{"text": 3}', "no text to score"),

@@ -170,7 +170,9 @@ def _rows(text: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"the line is not JSON: {str(error)[:200]}.", where=f"{file}:{number}") from None
+            what = f"the line is not JSON: {str(error)[:200]}."
+            fix = f"give a .txt file, or a file of lines {_ONE_OF}"
+            raise DataError(what, where=f"{file}:{number}", fix=fix) from None
         if not isinstance(row, dict):
             raise DataError("the line is not a JSON object.", where=f"{file}:{number}", fix=_ONE_OF)
         yield f"{file}:{number}", row
