@@ -66,7 +66,7 @@ def tune(
         with caught_signals() as stops:
             code = train([*known["words"], *imports()], stops)
         if code:
-            sys.stderr.write(f"the same command continues: crius tune {shlex.join(asked)}\n")
+            sys.stderr.write(f"the same command continues, then asks and exports: crius tune {shlex.join(asked)}\n")
             if not stops:
                 return code
             by = stops[0].signal

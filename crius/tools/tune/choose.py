@@ -11,6 +11,8 @@ from crius.errors import ConfigError, OutOfMemoryError
 from crius.interop.context import longest_context
 from crius.interop.weights import open_weights
 from crius.tools.tune.choices import (
+    LEAST_STEPS,
+    MOST_BATCH,
     RANK,
     Choices,
     held_out_fraction,
@@ -94,9 +96,12 @@ def choose(
     sequences = train_set.num_samples
     given = chosen.given
     batch, epochs, steps = schedule_for(sequences, unit, int(given.get(BATCH, 0)), int(given.get(EPOCHS, 0)))
-    if "training.steps" not in given:
-        chosen.take(EPOCHS, epochs, f"{steps:,} steps of {batch}, from {sequences:,} sequences an epoch")
-    chosen.take(BATCH, batch, "sequences a step")
+    if "training.steps" in given:
+        steps = facts.config.training.steps
+    else:
+        why = f"usual, more for {LEAST_STEPS} steps; {steps:,} steps of {batch}, from {sequences:,} sequences an epoch"
+        chosen.take(EPOCHS, epochs, why)
+    chosen.take(BATCH, batch, f"the most sequences a step, up to {MOST_BATCH}, that give {LEAST_STEPS} steps")
     weights = facts.model.num_parameters
     takes_all, why = trains_all(weights, train_set.num_targets)
     if new_ids:

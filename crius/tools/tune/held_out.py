@@ -116,7 +116,7 @@ def compared(
     lines = []
     answers = before.get("answers") or ["(some ids were new to it)"] * QUESTIONS
     for conversation, early, late in zip(conversations, answers, after.answers, strict=False):
-        lines.append(f"question  {_short(tokenizer.decode(conversation.question))}")
+        lines.append(f"question  {_short(tokenizer.decode(conversation.question), is_end=True)}")
         for name, text in (("before", early), ("after", late), ("data", tokenizer.decode(conversation.answer))):
             lines.append(f"{name:<8}  {_short(text)}")
         lines.append("")
@@ -132,10 +132,12 @@ def compared(
     return lines
 
 
-def _short(text: str) -> str:
-    """One line of a text, its end if it is long."""
+def _short(text: str, *, is_end: bool = False) -> str:
+    """One line of a text; of a long one its beginning, or its end."""
     line = " ".join(printable(text).split())
-    return line if len(line) <= _WIDTH else f"...{line[3 - _WIDTH :]}"
+    if len(line) <= _WIDTH:
+        return line
+    return f"...{line[3 - _WIDTH :]}" if is_end else f"{line[: _WIDTH - 3]}..."
 
 
 def seconds_per_token(model: Source, seq_len: int, *, is_whole: bool) -> float:
