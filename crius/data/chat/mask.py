@@ -73,7 +73,7 @@ class ChatEncoder:
                 f"tokenizer {tokenizer.name} has no chat template.",
                 where="--tokenizer.path",
                 why="a chat template turns a conversation into one text",
-                fix="put the model's chat_template.jinja in the folder of its tokenizer.json",
+                fix="put the model's chat_template.jinja in the folder of its tokenizer.json, or use crius tune",
             )
         self._tokenizer = tokenizer
         self._template = template
@@ -98,7 +98,7 @@ class ChatEncoder:
             yield chat
         if unused:
             shown = ", ".join(f"{name} ({count:,})" for name, count in unused.most_common(_MOST_KEYS))
-            _log.warning("%d keys are used neither by Crius nor by the chat template: %s", len(unused), shown)
+            _log.warning("keys used neither by Crius nor by the chat template: %d: %s", len(unused), shown)
 
     def key_reader(self) -> Callable[[Conversation], Iterator[str]]:
         """A function that names the keys of a conversation, and of its messages, that nothing uses."""
