@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,9 +27,6 @@ from crius.tools.report.runs import run_row
 from crius.tools.report.sweep import train
 from crius.tools.tune.choices import Choices
 
-_FILE = "tune.json"
-"""The command of a run and the first answers, in its folder, for the next start."""
-
 
 @app.command
 def tune(
@@ -49,26 +45,32 @@ def tune(
     Every flag of crius train may be given, and wins. Ctrl-C saves, and the same command continues.
     """
     need_torch()
+    from crius.tools.tune.choose import corpus_of
+    from crius.tools.tune.record import check_data, read_record, write_record
+
     given = _given(settings)
     folder = Path(given.get("job.run_dir") or f"runs/{plain_name(Path(model).stem)}-{plain_name(Path(data).stem)}")
     asked = [model, data, *settings]
-    known = _known(folder, asked)
+    known = read_record(folder, asked)
+    if known:
+        emit(f"{folder} goes on")
+        check_data(folder, known, corpus_of(_facts(known["words"]))[0])
     if known and dry:
         emit(f"crius train {shlex.join(known['words'])}")
     if not known:
         known = {"asked": asked, **_begun(_opened(model, folder), data, settings, given, folder, dry=dry)}
         if not dry:
             run_dir(_facts(known["words"]).config, None)
-            _write(folder, known)
+            write_record(folder, known)
     if dry:
         return 0
     if run_row(folder).state.word != "finished":
         with caught_signals() as stops:
             code = train([*known["words"], *imports()], stops)
+        if code and not stops:
+            return code
         if code:
             sys.stderr.write(f"the same command continues, then asks and exports: crius tune {shlex.join(asked)}\n")
-            if not stops:
-                return code
             by = stops[0].signal
             return 128 + by if by.name == "SIGINT" else PREEMPTED
     _end(folder, known)
@@ -86,26 +88,6 @@ def _given(settings: Sequence[str]) -> dict[str, str]:
                 value = "true" if following.startswith("--") else following
             given[name] = value
     return given
-
-
-def _known(folder: Path, asked: Sequence[str]) -> dict[str, Any]:
-    """What an earlier start of this command wrote; empty if there was none.
-
-    Raises:
-        ConfigError: the folder belongs to another command.
-    """
-    try:
-        known: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    except OSError:
-        return {}
-    except ValueError:
-        known = {}
-    if known.get("asked") != [*asked]:
-        another = f"--job.run_dir {folder}-2"
-        before = f": crius tune {shlex.join(known['asked'])}" if known.get("asked") else ""
-        raise ConfigError(f"{folder} belongs to another tune{before}.", where=str(folder / _FILE), fix=another)
-    emit(f"{folder} goes on")
-    return known
 
 
 def _opened(model: str, folder: Path) -> str:
@@ -156,7 +138,7 @@ def _begun(
     before = {} if dry or new_ids else dataclasses.asdict(tell(source, asked))
     del source
     give_back_memory()
-    return {"words": words, "before": before}
+    return {"words": words, "data": train_set.identity, "before": before}
 
 
 def _source(path: str) -> Any:
@@ -179,7 +161,7 @@ def _facts(words: Sequence[str]) -> Facts:
     except (CycloptsError, WrongSettings) as error:
         raise explain(error, arguments) from None
     if command is not train_verb.train or {*bound.arguments} & {"dry_run", "as_json", "config"}:
-        raise ConfigError("crius tune takes settings of crius train.", where="command line", fix="crius tune --help")
+        raise ConfigError("crius tune takes settings of crius train.", where="command line", fix="--dry, or nothing")
     if SOURCES.counted:
         raise ConfigError("auto is what crius tune chooses.", where="command line", fix="leave it out")
     with contextlib.redirect_stderr(io.StringIO()):  # the run itself prints its decisions
@@ -202,6 +184,7 @@ def _end(folder: Path, known: dict[str, Any]) -> None:
     """Ask the tuned model, compare, and export; what an earlier start did is not done again."""
     from crius.tools.tune.choose import corpus_of
     from crius.tools.tune.held_out import compared, conversations_of, tell
+    from crius.tools.tune.record import write_record
     from crius.tools.tune.results import leave
 
     if "shown" not in known:
@@ -211,10 +194,6 @@ def _end(folder: Path, known: dict[str, Any]) -> None:
     emit("\n".join(known["shown"]))
     if "left" not in known:
         known["left"] = leave(folder)
-        _write(folder, known)
+        write_record(folder, known)
     emit("\n".join(known["left"]))
     emit(f"talk to it: crius generate {folder} --chat --prompt Hi")
-
-
-def _write(folder: Path, known: Mapping[str, Any]) -> None:
-    (folder / _FILE).write_text(json.dumps(known, indent=1))

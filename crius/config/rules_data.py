@@ -119,7 +119,7 @@ def chat_reads_conversations(facts: Facts) -> Violations:
                 f"data.columns {name}={meaning} has no known meaning.",
                 where=facts.flag("data.columns"),
                 why=f"a name of the files can stand for {', '.join(MEANINGS)}",
-                fix=f"e.g. --data.columns {name}=messages",
+                fix=f"--data.columns {meaning}={name}" if name in MEANINGS else f"e.g. --data.columns {name}=messages",
             )
 
 

@@ -110,6 +110,7 @@ def place(tmp_path_factory):
         [{"role": "user", "content": f"{number}+1?"}, {"role": "assistant", "content": f"It is {number + 1}."}]
         for number in range(60)
     ]
+    (folder / "own.csv").write_text("frage,antwort\n1+1?,2\n2+2?,4\n")
     (folder / "own.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     return folder
 
@@ -259,6 +260,11 @@ def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tmp
     again = crius(*words, cwd=place)
     assert again.returncode == 0 and again.stdout.startswith("runs/base-own goes on")
     assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[-len(again.stdout.splitlines()) + 1 :]
+    text = (place / "own.jsonl").read_text()
+    (place / "own.jsonl").write_text(text.replace("It is 7.", "It was 7."))
+    changed = crius(*words, cwd=place)
+    assert changed.returncode == 2 and "the conversations differ from those that runs/base-own was" in changed.stderr
+    (place / "own.jsonl").write_text(text)
     shown = crius(*words, "--dry", cwd=place)
     assert shown.returncode == 0 and "\ncrius train --recipe tune " in shown.stdout
     other = crius("tune", "base", "own.jsonl", cwd=place)
@@ -279,8 +285,15 @@ def assert_learned(done, run):
     assert mean < -2 * error
 
 
+def test_columns_of_unknown_names_are_asked_for(place):
+    done = crius("tune", "base", "own.csv", "--dry", cwd=place)
+    fix = "--data.columns frage --data.columns antwort"
+    assert done.returncode == 1 and done.stderr.endswith(f"or {fix}\n")
+    assert crius("tune", "base", "own.csv", "--dry", *fix.split(), cwd=place).returncode == 0
+
+
 def alpaca(number):
-    return {"instruction": "Add one.", "input": f"{number}", "output": f"It is {number + 1}."}
+    return {"instruction": f"Add one to {number}.", "input": "", "output": f"It is {number + 1}."}
 
 
 def share_gpt(number):
@@ -302,7 +315,7 @@ def chinese(number):
     return {"messages": [{"role": who, "content": text} for who, text in turns]}
 
 
-ODD_KEYS = "messages=dialogue role=speaker content=utterance user=customer assistant=clerk"
+ODD_KEYS = "dialogue=messages speaker=role utterance=content customer=user clerk=assistant"
 
 
 @pytest.mark.slow
@@ -332,6 +345,7 @@ def test_conversations_of_any_shape_and_language_are_learned(row, is_array, colu
         (("nope", "own.jsonl"), "nope is not a folder"),
         (("base", "nope.jsonl"), "nope.jsonl does not exist"),
         (("base", "own.jsonl", "--optimizer.lrr", "1"), "did you mean --optimizer.lr?"),
+        (("base", "own.jsonl", "--dry_run"), "fix    --dry"),
         (
             ("base", "own.jsonl", "--data.source", "stdlib", "--data.format", "documents"),
             "has no effect with data.source stdlib",

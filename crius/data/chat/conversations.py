@@ -194,13 +194,15 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
     pairs = [pair for pair in PAIRS if {*pair} <= {*names}]
     if len(pairs) == 1:
         return list(pairs[0])
+    likely = [*pairs, names, ("PROMPT", "COMPLETION")]
+    first, second = next(pair for pair in likely if len(pair) == 2)
     raise DataError(
         f"the columns of the conversation are not clear; the columns are: {listed}.",
         where=where,
         why=f"{' or '.join(' and '.join(pair) for pair in pairs)} may be meant"
         if pairs
         else f"Crius looked for {', '.join(LISTS)}, and for {', '.join('+'.join(pair) for pair in PAIRS)}",
-        fix=f"{_FLAG} MESSAGES, or {_FLAG} PROMPT {_FLAG} COMPLETION",
+        fix=f"{_FLAG} MESSAGES, or {_FLAG} {first} {_FLAG} {second}",
     )
 
 

@@ -75,12 +75,12 @@ def choose(
     Raises:
         CriusError: the run is not possible, or nothing fits the memory.
     """
+    chosen.take("data.format", "chat", "conversations are tuned on")
     words = [*named, *chosen.words()]
     facts = look_at([*words, f"--{BATCH}=-1"])
     unit = batch_unit(facts.config.training, facts.data_parallel_ranks, microbatch_unit(facts.config.parallelism))
     for name, value in (
         ("data.source", facts.config.data.source),
-        ("data.format", facts.config.data.format),
         ("model.attention_mask", facts.config.model.attention_mask),
     ):
         chosen.take(name, value, "as the data looks")

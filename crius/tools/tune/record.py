@@ -1,0 +1,45 @@
+"""What ``crius tune`` keeps in its run folder for its next start: command, data, first answers, results. No torch."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crius.data.samples import SampleSource
+from crius.errors import ConfigError
+
+FILE = "tune.json"
+
+
+def read_record(folder: Path, asked: Sequence[str]) -> dict[str, Any]:
+    """What an earlier start of this command wrote; empty if there was none.
+
+    Raises:
+        ConfigError: the folder belongs to another command.
+    """
+    try:
+        known: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError:
+        known = {}
+    if known.get("asked") != [*asked]:
+        before = f": crius tune {shlex.join(known['asked'])}" if known.get("asked") else ""
+        raise _other(f"{folder} belongs to another tune{before}.", folder)
+    return known
+
+
+def check_data(folder: Path, known: Mapping[str, Any], source: SampleSource) -> None:
+    """Raise ConfigError if ``source`` is not the data that an earlier start began with."""
+    if known["data"] != source.identity:
+        raise _other(f"the conversations differ from those that {folder} was begun with.", folder)
+
+
+def write_record(folder: Path, known: Mapping[str, Any]) -> None:
+    """Write what ``read_record`` reads."""
+    (folder / FILE).write_text(json.dumps(known, indent=1))
+
+
+def _other(what: str, folder: Path) -> ConfigError:
+    return ConfigError(what, where=str(folder / FILE), fix=f"--job.run_dir {folder}-2")
