@@ -420,7 +420,7 @@ J7 = [
     Row("crius data prepare out --data.source text --data.path nowhere.txt", 2, ("nowhere.txt does not exist",)),
 ]
 
-# a small base in place of SmolLM2, which tests/real/test_tune.py takes
+# a small base in place of SmolLM2, which tests/real/test_smollm2_tune.py takes
 BEFORE_J8 = _CHATS.replace("range(40)", "range(200)") + (
     "crius data tokenizer tok --data.path chats.jsonl --vocab 300 && crius train --data.source text --data.path"
     " chats.jsonl --tokenizer.path tok --training.steps 4 --model.num_layers 2 --training.seq_len 64"

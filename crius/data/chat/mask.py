@@ -98,7 +98,9 @@ class ChatEncoder:
             yield chat
         if unused:
             shown = ", ".join(f"{name} ({count:,})" for name, count in unused.most_common(_MOST_KEYS))
-            _log.warning("keys used neither by Crius nor by the chat template: %d: %s", len(unused), shown)
+            if len(unused) > _MOST_KEYS:
+                shown += f" and {len(unused) - _MOST_KEYS} more"
+            _log.warning("keys used neither by Crius nor by the chat template: %s", shown)
 
     def key_reader(self) -> Callable[[Conversation], Iterator[str]]:
         """A function that names the keys of a conversation, and of its messages, that nothing uses."""
