@@ -60,9 +60,8 @@ def imported_torchao():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: item.nodeid.startswith("tests/unit/")
-    )  # the long ones first: no process waits at the end
+    # the long ones first: no process waits at the end
+    items.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -104,10 +104,9 @@ def prepared(run: RunConfig, nproc: int, placement: Placement | None) -> tuple[F
     from crius.train.inputs import saved_settings
 
     saved = saved_settings(facts.config, folder)
-    is_counted = bool(SOURCES.counted)
-    run = _with_counts(run, facts, saved or {}, placement.rank if placement else 0)
-    if saved is not None or is_counted:  # dtype and document boundaries come from the checkpoint
-        facts = facts_of(run, nproc, placement, saved=saved, run_dir=folder)
+    numbered = _with_counts(run, facts, saved or {}, placement.rank if placement else 0)
+    if saved is not None or numbered is not run:  # dtype and document boundaries come from the checkpoint
+        facts = facts_of(numbered, nproc, placement, saved=saved, run_dir=folder)
         rules.check(facts)
     return _with_epochs(facts, folder), folder
 

@@ -60,7 +60,6 @@ def tune(
     if not known:
         known = {"asked": asked, **_begun(_opened(model, folder), data, settings, given, folder, dry=dry)}
         if not dry:
-            run_dir(_facts(known["words"]).config, None)
             write_record(folder, known)
     if dry:
         return 0
@@ -135,6 +134,8 @@ def _begun(
     length = f"{seconds / 60:,.0f} minutes" if seconds > 120 else f"{seconds:,.0f} s"
     emit(f"about {length} of training on this machine, by a measured forward pass\n")
     emit(f"crius train {shlex.join(words)}\n")
+    if not dry:
+        run_dir(facts.config, None)
     before = {} if dry or new_ids else dataclasses.asdict(tell(source, asked))
     del source
     give_back_memory()

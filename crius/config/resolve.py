@@ -3,7 +3,6 @@
 ``crius.train.inputs.resolve`` asks these rules, the model, the tokenizer and the checkpoint: docs/decisions/035.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -270,8 +269,8 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_u
 
 def batch_unit(training: TrainingConfig, data_parallel_ranks: int, microbatch_unit: int = 1) -> int:
     """Sequences of which a ``global_batch_size`` that is not given is a multiple; see ``batch_sizes``."""
-    shards = training.virtual_shards if training.reproducible else 1
-    return math.lcm(data_parallel_ranks * max(1, training.local_batch_size) * microbatch_unit, shards)
+    microbatches = training.virtual_shards if training.reproducible else data_parallel_ranks * microbatch_unit
+    return microbatches * max(1, training.local_batch_size)
 
 
 def _virtual_batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSizes:

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from harness import crius
-from smollm2 import gguf_file
+from smollm2 import write_chats
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -21,13 +21,9 @@ SHORT += ["--training.mixed_precision_param", "float32"]
 def place(tmp_path_factory):
     """A folder with the imported model ``smol`` and a few conversations."""
     folder = tmp_path_factory.mktemp("tuned")
-    crius("import", gguf_file(), folder / "smol")
-    with (folder / "chats.jsonl").open("w") as file:
-        for number in range(48):
-            question = f"What is the colour of box {number}?"
-            answer = f"Box {number} is {COLOURS[number % len(COLOURS)]}."
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    colours = [COLOURS[number % len(COLOURS)] for number in range(48)]
+    pairs = [(f"What is the colour of box {n}?", f"Box {n} is {colour}.") for n, colour in enumerate(colours)]
+    write_chats(folder, pairs, "chats.jsonl")
     return folder
 
 

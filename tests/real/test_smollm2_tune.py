@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from harness import crius_process
-from smollm2 import gguf_file
+from smollm2 import write_chats
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -25,13 +25,14 @@ def cpu_seconds():
 def tuned(tmp_path_factory):
     """Its folder, what was printed, the steps of its lines, and the CPU seconds that it took."""
     folder = tmp_path_factory.mktemp("evening")
-    crius_process("import", gguf_file(), folder / "smol")
-    with (folder / "own.jsonl").open("w") as file:
-        for number in range(200):
-            question = f"Where is shelf {number} of the archive?"
-            answer = f"Shelf {number} stands in the {PLACES[number % 8]} hall, row {number // 8 + 1}. Ask for its key."
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    pairs = [
+        (
+            f"Where is shelf {number} of the archive?",
+            f"Shelf {number} stands in the {PLACES[number % 8]} hall, row {number // 8 + 1}. Ask for its key.",
+        )
+        for number in range(200)
+    ]
+    write_chats(folder, pairs, "own.jsonl")
     before = cpu_seconds()
     done = crius_process("tune", "smol", "own.jsonl", cwd=folder, timeout=2400)
     assert done.returncode == 0, done.stderr

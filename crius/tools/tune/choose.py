@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from crius.config.facts import Facts
-from crius.config.pipeline import microbatch_unit
-from crius.config.resolve import batch_unit
 from crius.data.samples import SampleSource
 from crius.data.tokenizer import Tokenizer
 from crius.errors import ConfigError, OutOfMemoryError
@@ -22,11 +20,10 @@ from crius.tools.tune.choices import (
     seq_len_for,
     trains_all,
 )
+from crius.tools.tune.counted import BATCH, EPOCHS, unit_of
 from crius.train.inputs import open_run_data
 from crius.units import GIB
 
-BATCH = "training.global_batch_size"
-EPOCHS = "training.epochs"
 SEQ_LEN = "training.seq_len"
 ADAPTERS: dict[str, tuple[object, str]] = {
     "lora.rank": (RANK, ""),
@@ -78,7 +75,7 @@ def choose(
     chosen.take("data.format", "chat", "conversations are tuned on")
     words = [*named, *chosen.words()]
     facts = look_at([*words, f"--{BATCH}=-1"])
-    unit = batch_unit(facts.config.training, facts.data_parallel_ranks, microbatch_unit(facts.config.parallelism))
+    unit = unit_of(facts.config, facts.data_parallel_ranks)
     for name, value in (
         ("data.source", facts.config.data.source),
         ("model.attention_mask", facts.config.model.attention_mask),

@@ -14,6 +14,11 @@ EPOCHS = "training.epochs"
 BATCH = "training.global_batch_size"
 
 
+def unit_of(config: RunConfig, ranks: int) -> int:
+    """Sequences of which a batch that is chosen is a multiple."""
+    return batch_unit(config.training, ranks, microbatch_unit(config.parallelism))
+
+
 def counted(
     config: RunConfig, names: Collection[str], ranks: int, saved: Mapping[str, Any]
 ) -> tuple[dict[str, int], str]:
@@ -32,7 +37,7 @@ def counted(
     if config.data.source == "huggingface":
         what = f"{' and '.join(sorted(names))} auto needs the number of sequences, which a stream does not tell."
         raise ConfigError(what, where="--data.source huggingface", fix="give numbers, or a local copy of the data")
-    unit = batch_unit(config.training, ranks, microbatch_unit(config.parallelism))
+    unit = unit_of(config, ranks)
     known = {name: max(0, saved.get(name, 0)) for name in names}
     batch = known[BATCH] if BATCH in names else run_batch_sizes(config, ranks).total
     smallest = replace_fields(config, {BATCH: batch or unit})

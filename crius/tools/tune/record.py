@@ -32,7 +32,7 @@ def read_record(folder: Path, asked: Sequence[str]) -> dict[str, Any]:
 
 def check_data(folder: Path, known: Mapping[str, Any], source: SampleSource) -> None:
     """Raise ConfigError if ``source`` is not the data that an earlier start began with."""
-    if known["data"] != source.identity:
+    if known.get("data", source.identity) != source.identity:
         raise _other(f"the conversations differ from those that {folder} was begun with.", folder)
 
 
