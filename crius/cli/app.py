@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import itertools
 import os
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -29,7 +31,7 @@ from crius.host import Machine, gpu_sharing, missing_for_compile
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, families, find_spec
 from crius.plugins import install_line
-from crius.redact import printable
+from crius.redact import printable, redact
 
 if TYPE_CHECKING:
     from crius.models.description import ModelDescription
@@ -177,6 +179,22 @@ def silence_stdout() -> None:
 def imports() -> list[str]:
     """The --import flags of this command line, for another command."""
     return [word for name in IMPORTED for word in ("--import", name)]
+
+
+def script() -> str:
+    """Name of the file that this program was started with."""
+    return Path(sys.argv[0]).name
+
+
+def started(*words: str) -> str:
+    """A command that starts this program with other words, of which the first is a verb, for a shell."""
+    if script() == "crius":
+        is_on_path = shutil.which("crius") == os.path.abspath(sys.argv[0])
+        return redact(shlex.join(["crius" if is_on_path else sys.argv[0], *words]))
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    if script() == "train.py" and words[0] == "train":
+        return redact(shlex.join([python, sys.argv[0], *words[1:]]))
+    return redact(shlex.join([python, "-m", "crius", *words]))
 
 
 def emit(text: str) -> None:

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import step_name
-from crius.cli.app import COMMAND, emit
+from crius.cli.app import COMMAND, emit, script, started
 from crius.config.argv import normalized_argv
 from crius.config.facts import Facts
 from crius.config.rules import RULES
@@ -95,15 +93,15 @@ def continued(run: RunConfig, folder: Path, placement: Placement | None, *more: 
     if placement is None:
         return command(*flags)
     if placement.launcher == "torchrun" and placement.world_size == placement.local_world_size:
-        script = [sys.argv[0]] if _script() == "train.py" else ["-m", "crius", "train"]
-        start = ["torchrun", "--standalone", "--nproc_per_node", str(placement.world_size), *script]
+        program = [sys.argv[0]] if script() == "train.py" else ["-m", "crius", "train"]
+        start = ["torchrun", "--standalone", "--nproc_per_node", str(placement.world_size), *program]
         return _joined([*start, *_flags(*flags)])
     return _joined(["the", "command", "of", "before,", "with", *flags])
 
 
 def command(*more: str) -> str:
     """This command with flags on top, for a shell; if a flag is given twice, the last one counts."""
-    return _joined([*_program("train"), *_flags(*more)])
+    return started("train", *_flags(*more))
 
 
 def _flags(*more: str) -> list[str]:
@@ -121,19 +119,6 @@ def _keeps_own(run: RunConfig) -> bool:
     return not run.checkpoint.is_enabled or (folder.is_relative_to("run") and ".." not in folder.parts)
 
 
-def _script() -> str:
-    return Path(sys.argv[0]).name
-
-
-def _program(verb: str) -> list[str]:
-    """Words that start this program with another verb."""
-    if _script() == "crius":
-        is_on_path = shutil.which("crius") == os.path.abspath(sys.argv[0])
-        return ["crius" if is_on_path else sys.argv[0], verb]
-    python = "python" if shutil.which("python") == sys.executable else sys.executable
-    return [python, sys.argv[0]] if _script() == "train.py" and verb == "train" else [python, "-m", "crius", verb]
-
-
 def _joined(words: list[str]) -> str:
     return redact(shlex.join(words))
 
@@ -142,7 +127,7 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
     """Commands that a new user may want, with their purpose."""
     run = facts.config
     flags = [flag for flag in _flags() if flag != "--strict"]
-    show = "every setting and its origin", _joined([*_program("config"), "show", *flags])
+    show = "every setting and its origin", started("config", "show", *flags)
     done = 0  # may be more than this command asked for, if an earlier start went further
     with contextlib.suppress(CriusError):
         done = max(_steps(run, folder), default=0)
@@ -158,9 +143,9 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
     if run.checkpoint.is_enabled:
         yield "this run, twice as long", continued(run, folder, None, *longer)
         where = checkpoint_folder(run, folder)
-        yield "the saved model, byte by byte", _joined([*_program("checkpoint"), "verify", where])
+        yield "the saved model, byte by byte", started("checkpoint", "verify", where)
         asks = _CHAT if run.data.format == "chat" else _PROMPT
-        yield "text from it", _joined([*_program("generate"), str(folder if _keeps_own(run) else where), *asks])
+        yield "text from it", started("generate", str(folder if _keeps_own(run) else where), *asks)
     else:
         yield "twice as long", command(*longer)
         if number:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 from cyclopts import CycloptsError, Parameter
 
 from crius.cli import train as train_verb
-from crius.cli.app import SOURCES, app, emit, facts_of, fitted, imports, need_torch, place_of, run_dir
+from crius.cli.app import SOURCES, app, emit, facts_of, fitted, imports, need_torch, place_of, run_dir, started
 from crius.config import rules
 from crius.config.argv import normalized_argv
 from crius.config.facts import Facts
@@ -46,19 +45,26 @@ def tune(
     """
     need_torch()
     from crius.tools.tune.choose import corpus_of
-    from crius.tools.tune.record import check_data, read_record, write_record
+    from crius.tools.tune.model import opened
+    from crius.tools.tune.record import another, check_data, check_is_new, read_record, write_record
 
     given = _given(settings)
     folder = Path(given.get("job.run_dir") or f"runs/{plain_name(Path(model).stem)}-{plain_name(Path(data).stem)}")
     asked = [model, data, *settings]
-    known = read_record(folder, asked)
+    known = read_record(folder)
+    if known.get("asked") != asked:
+        _check(model, data, settings)
+        if known and dry and "job.run_dir" not in given:
+            folder = another(folder)
+        check_is_new(folder, read_record(folder))
+        known = {}
     if known:
         emit(f"{folder} goes on")
         check_data(folder, known, corpus_of(_facts(known["words"]))[0])
     if known and dry:
-        emit(f"crius train {shlex.join(known['words'])}")
+        emit(started("train", *known["words"]))
     if not known:
-        known = {"asked": asked, **_begun(_opened(model, folder), data, settings, given, folder, dry=dry)}
+        known = {"asked": asked, **_begun(opened(model, folder, emit), data, settings, given, folder, dry=dry)}
         if not dry:
             write_record(folder, known)
     if dry:
@@ -69,7 +75,7 @@ def tune(
         if code and not stops:
             return code
         if code:
-            sys.stderr.write(f"the same command continues, then asks and exports: crius tune {shlex.join(asked)}\n")
+            sys.stderr.write(f"the same command continues, then asks and exports: {started('tune', *asked)}\n")
             by = stops[0].signal
             return 128 + by if by.name == "SIGINT" else PREEMPTED
     _end(folder, known)
@@ -89,18 +95,19 @@ def _given(settings: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _opened(model: str, folder: Path) -> str:
-    """The path of the model for ``--checkpoint.init_from``; a GGUF file is imported into the run folder first."""
-    from crius.interop.hub import WEIGHTS, located
+def _check(model: str, data: str, settings: Sequence[str]) -> None:
+    """Refuse wrong settings and places before a model is read.
 
-    if not model.endswith(".gguf"):
-        return located(model, "command line", WEIGHTS)
-    from crius.tools.convert.importing import import_model
+    Raises:
+        CriusError: there is no such flag, data or model.
+    """
+    from crius.data.documents import KINDS, find_files
+    from crius.tools.tune.model import check_model
 
-    place = folder / "imported"
-    if not place.exists():
-        emit("\n".join(import_model(model, str(place)).lines()))
-    return str(place)
+    run = _parsed(["--recipe", "tune", "--data.path", data, *settings]).get("run", RunConfig())
+    check_model(model, data)
+    if run.data.source in KINDS and run.data.source != "stdlib":
+        find_files(run.data)
 
 
 def _begun(
@@ -133,7 +140,7 @@ def _begun(
     seconds = sequences * training.seq_len * cost
     length = f"{seconds / 60:,.0f} minutes" if seconds > 120 else f"{seconds:,.0f} s"
     emit(f"about {length} of training on this machine, by a measured forward pass\n")
-    emit(f"crius train {shlex.join(words)}\n")
+    emit(f"{started('train', *words)}\n")
     if not dry:
         run_dir(facts.config, None)
     before = {} if dry or new_ids else dataclasses.asdict(tell(source, asked))
@@ -155,6 +162,19 @@ def _facts(words: Sequence[str]) -> Facts:
     Raises:
         CriusError: there is no such run.
     """
+    bound = _parsed(words)
+    with contextlib.redirect_stderr(io.StringIO()):  # the run itself prints its decisions
+        facts = facts_of(bound.get("run", RunConfig()), bound.get("nproc", 0), None)
+    rules.check(facts)
+    return facts
+
+
+def _parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Arguments of a ``crius train`` command.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
     arguments = normalized_argv(["train", *words])
     SOURCES.origins.clear()
     try:
@@ -165,10 +185,7 @@ def _facts(words: Sequence[str]) -> Facts:
         raise ConfigError("crius tune takes settings of crius train.", where="command line", fix="--dry, or nothing")
     if SOURCES.counted:
         raise ConfigError("auto is what crius tune chooses.", where="command line", fix="leave it out")
-    with contextlib.redirect_stderr(io.StringIO()):  # the run itself prints its decisions
-        facts = facts_of(bound.arguments.get("run", RunConfig()), bound.arguments.get("nproc", 0), None)
-    rules.check(facts)
-    return facts
+    return bound.arguments
 
 
 def _memory(words: Sequence[str]) -> tuple[float, float]:
@@ -197,4 +214,4 @@ def _end(folder: Path, known: dict[str, Any]) -> None:
         known["left"] = leave(folder)
         write_record(folder, known)
     emit("\n".join(known["left"]))
-    emit(f"talk to it: crius generate {folder} --chat --prompt Hi")
+    emit(f"talk to it: {started('generate', str(folder), '--chat', '--prompt', 'Hi')}")

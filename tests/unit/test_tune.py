@@ -2,8 +2,11 @@
 
 import json
 import re
+import shlex
 import shutil
 import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +33,7 @@ from crius.tools.tune.choices import (
 from crius.tools.tune.choose import choose_weights
 from crius.tools.tune.counted import counted
 from crius.tools.tune.held_out import Conversation, change
+from crius.tools.tune.model import opened
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 7, 30, 69, 1000, 100_000])
@@ -110,7 +114,8 @@ def place(tmp_path_factory):
         [{"role": "user", "content": f"{number}+1?"}, {"role": "assistant", "content": f"It is {number + 1}."}]
         for number in range(60)
     ]
-    (folder / "own.csv").write_text("frage,antwort\n1+1?,2\n2+2?,4\n")
+    (folder / "own.gguf").touch()
+    (folder / "own.csv").write_text("my frage,antwort\n1+1?,2\n2+2?,4\n")
     (folder / "own.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     return folder
 
@@ -121,7 +126,7 @@ def test_a_dry_tune_says_why_and_its_command_is_that_run(ranks, place):
     done = crius("tune", "base", "own.jsonl", "--dry", *words, cwd=place)
     assert done.returncode == 0, done.stderr
     assert not (place / "runs").exists()
-    words = re.search(r"^crius (train .*)$", done.stdout, re.MULTILINE)[1].split()
+    words = re.search(r"crius (train --recipe .*)$", done.stdout, re.MULTILINE)[1].split()
     for name, value in zip(words[1::2], words[2::2], strict=True):
         if name.removeprefix("--") not in (
             "recipe",
@@ -266,9 +271,13 @@ def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tmp
     assert changed.returncode == 2 and "the conversations differ from those that runs/base-own was" in changed.stderr
     (place / "own.jsonl").write_text(text)
     shown = crius(*words, "--dry", cwd=place)
-    assert shown.returncode == 0 and "\ncrius train --recipe tune " in shown.stdout
+    assert shown.returncode == 0 and "crius train --recipe tune " in shown.stdout
+    wrong = crius("tune", "base", "own.jsonl", "--optimizer.lrr", "1", cwd=place)
+    assert wrong.returncode == 2 and "did you mean --optimizer.lr?" in wrong.stderr
     other = crius("tune", "base", "own.jsonl", cwd=place)
     assert other.returncode == 2 and "belongs to another tune: crius tune base own.jsonl --optimizer.lr" in other.stderr
+    dry = crius("tune", "base", "own.jsonl", "--dry", cwd=place)
+    assert dry.returncode == 0 and "--job.run_dir runs/base-own-2" in dry.stdout
 
     moved = tmp_path / "moved"
     shutil.move(run, moved)
@@ -285,11 +294,32 @@ def assert_learned(done, run):
     assert mean < -2 * error
 
 
+def test_a_gguf_file_of_the_same_name_is_imported_anew(monkeypatch, tmp_path):
+    def stand_in(source, target):
+        Path(target).mkdir(parents=True)
+        (Path(target) / "source").write_text(source)
+        return SimpleNamespace(lines=lambda: [])
+
+    monkeypatch.setattr("crius.tools.tune.model.import_model", stand_in)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.gguf").touch()
+        place = opened(str(tmp_path / name / "own.gguf"), tmp_path / "run", lambda text: None)
+        assert (Path(place) / "source").read_text() == str(tmp_path / name / "own.gguf")
+
+
+def test_one_conversation_is_too_few(place):
+    first = (place / "own.jsonl").read_text().splitlines()[0]
+    (place / "one.jsonl").write_text(first)
+    done = crius("tune", "base", "one.jsonl", "--dry", cwd=place)
+    assert done.returncode == 1 and done.stderr.endswith("fix    more conversations\n")
+
+
 def test_columns_of_unknown_names_are_asked_for(place):
     done = crius("tune", "base", "own.csv", "--dry", cwd=place)
-    fix = "--data.columns frage --data.columns antwort"
+    fix = "--data.columns 'my frage' --data.columns antwort"
     assert done.returncode == 1 and done.stderr.endswith(f"or {fix}\n")
-    assert crius("tune", "base", "own.csv", "--dry", *fix.split(), cwd=place).returncode == 0
+    assert crius("tune", "base", "own.csv", "--dry", *shlex.split(fix), cwd=place).returncode == 0
 
 
 def alpaca(number):
@@ -342,7 +372,11 @@ def test_conversations_of_any_shape_and_language_are_learned(row, is_array, colu
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nope", "own.jsonl"), "nope is not a folder"),
+        (("nope", "own.jsonl"), "there is no nope"),
+        (("own.jsonl", "base"), "fix    crius tune base own.jsonl"),
+        (("own.jsonl", "own.jsonl"), "fix    crius tune MODEL own.jsonl"),
+        (("own.gguf", "nope.jsonl"), "nope.jsonl does not exist"),  # before it is imported
+        (("base", "own.jsonl", "--validation.interval", "0"), "leave out --validation.interval 0"),
         (("base", "nope.jsonl"), "nope.jsonl does not exist"),
         (("base", "own.jsonl", "--optimizer.lrr", "1"), "did you mean --optimizer.lr?"),
         (("base", "own.jsonl", "--dry_run"), "fix    --dry"),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from crius.config.facts import Facts
 from crius.data.samples import SampleSource
 from crius.data.tokenizer import Tokenizer
-from crius.errors import ConfigError, OutOfMemoryError
+from crius.errors import ConfigError, DataError, OutOfMemoryError
 from crius.interop.context import longest_context
 from crius.interop.weights import open_weights
 from crius.tools.tune.choices import (
@@ -21,7 +21,7 @@ from crius.tools.tune.choices import (
     trains_all,
 )
 from crius.tools.tune.counted import BATCH, EPOCHS, unit_of
-from crius.train.inputs import open_run_data
+from crius.train.inputs import open_run_corpus, open_run_data
 from crius.units import GIB
 
 SEQ_LEN = "training.seq_len"
@@ -48,10 +48,17 @@ def corpus_of(facts: Facts) -> tuple[SampleSource, SampleSource, Tokenizer]:
     """
     corpus = open_run_data(facts.config, facts.data_parallel_ranks)[1]
     held = corpus.held_out.get("")
-    if not (isinstance(corpus.train, SampleSource) and isinstance(held, SampleSource)):
-        what = "these settings give no conversations, of which some are held out."
-        raise ConfigError(what, where="command line", fix="crius train, which takes every kind of data")
-    return corpus.train, held, corpus.tokenizer
+    if not isinstance(held, SampleSource):
+        what = "some conversations are held out, to show what the model learned."
+        raise ConfigError(what, where="command line", fix="leave out --validation.interval 0, or crius train")
+    return _conversations(corpus.train), held, corpus.tokenizer
+
+
+def _conversations(source: object) -> SampleSource:
+    if isinstance(source, SampleSource):
+        return source
+    what = "these settings give no conversations."
+    raise ConfigError(what, where="command line", fix="crius train, which takes every kind of data")
 
 
 def choose(
@@ -82,7 +89,11 @@ def choose(
     ):
         chosen.take(name, value, "as the data looks")
     whole = [f"--{BATCH}", str(unit), f"--{SEQ_LEN}", str(_MOST_TOKENS), "--data.no_packing"]
-    lengths = lengths_of(corpus_of(look_at([*words, *whole]))[0])
+    facts = look_at([*words, *whole, "--validation.interval", "0"])
+    lengths = lengths_of(_conversations(open_run_corpus(facts.config, facts.data_parallel_ranks).train))
+    if len(lengths) == 1:
+        what = "there is one conversation, but another one is held out, to show what the model learned."
+        raise DataError(what, where="--data.path", fix="more conversations")
     fraction = held_out_fraction(len(lengths))
     why = f"{max(1, round(fraction * len(lengths))):,} of {len(lengths):,} conversations are never trained on"
     chosen.take("validation.fraction", fraction, why)

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,20 @@ from crius.errors import ConfigError
 FILE = "tune.json"
 
 
-def read_record(folder: Path, asked: Sequence[str]) -> dict[str, Any]:
-    """What an earlier start of this command wrote; empty if there was none.
-
-    Raises:
-        ConfigError: the folder belongs to another command.
-    """
+def read_record(folder: Path) -> dict[str, Any]:
+    """What an earlier start wrote; empty if there was none, or if it cannot be read."""
     try:
         known: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except OSError:
+    except (OSError, ValueError):
         return {}
-    except ValueError:
-        known = {}
-    if known.get("asked") != [*asked]:
+    return known
+
+
+def check_is_new(folder: Path, known: Mapping[str, Any]) -> None:
+    """Raise ConfigError if ``folder`` has the record of another command, which is ``known``."""
+    if (folder / FILE).exists():
         before = f": crius tune {shlex.join(known['asked'])}" if known.get("asked") else ""
         raise _other(f"{folder} belongs to another tune{before}.", folder)
-    return known
 
 
 def check_data(folder: Path, known: Mapping[str, Any], source: SampleSource) -> None:
@@ -41,5 +39,10 @@ def write_record(folder: Path, known: Mapping[str, Any]) -> None:
     (folder / FILE).write_text(json.dumps(known, indent=1))
 
 
+def another(folder: Path) -> Path:
+    """A folder for another command."""
+    return Path(f"{folder}-2")
+
+
 def _other(what: str, folder: Path) -> ConfigError:
-    return ConfigError(what, where=str(folder / FILE), fix=f"--job.run_dir {folder}-2")
+    return ConfigError(what, where=str(folder / FILE), fix=f"--job.run_dir {another(folder)}")
