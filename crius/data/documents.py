@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from crius import plugins
 from crius.config.data import DataConfig, check_source
-from crius.data.chat.conversations import LISTS, PAIRS
+from crius.data.chat.conversations import LISTS, PAIRS, check_is_row
 from crius.data.rows import COMPRESSED, checked_text, decode, json_kind, read_rows, reading, value_of
 from crius.errors import CriusError, DataError, MissingPathError
 
@@ -220,23 +221,29 @@ def document_text(row: object, field: str, where: str) -> str:
         DataError: the key is missing, or its value is not text.
     """
     if not isinstance(row, Mapping):
-        raise DataError(f"the record is {json_kind(row)}, not an object with a key {field!r}.", where=where)
+        what = f"the record is {json_kind(row)}, not an object with a key {field!r}."
+        raise DataError(what, where=where, fix=f'write each row as an object, such as {{"{field}": "Once"}}')
     try:
         text = value_of(row, field)
     except KeyError:
+        check_is_row(row, where)
         names = list(_names_of_texts(row))
         by_length = sorted(names, key=lambda name: -len(value_of(row, name)))
         near = difflib.get_close_matches(field, names, n=1, cutoff=0.5)
         choice = near or by_length
-        fix = f"--data.text_field {choice[0]}" if choice else "--data.text_field KEY, with the key of the text"
+        fix = (
+            f"--data.text_field {shlex.quote(choice[0])}"
+            if choice
+            else "--data.text_field KEY, with the key of the text"
+        )
         if len(names) > 1 and not near:
-            pair = " ".join(f"--data.columns {name}" for name in names if name in by_length[:2])
+            pair = " ".join(f"--data.columns {shlex.quote(name)}" for name in names if name in by_length[:2])
             fix = f"{pair} if these are a question and its answer, else {fix}"
         lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
         if any({*keys} <= {*row} for keys in (*zip(LISTS), *PAIRS)):
             fix = f"--data.format chat if these are conversations, in files with rows; else {fix}"
         elif lists:
-            fix = f"--data.columns {lists[0]} if these are conversations"
+            fix = f"--data.columns {shlex.quote(lists[0])} if these are conversations"
         raise DataError(
             f"the record has no key {field!r}; its keys: {', '.join(map(str, row)) or 'none'}.", where=where, fix=fix
         ) from None

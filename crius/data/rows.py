@@ -80,7 +80,7 @@ class Refusals:
         if self._skips:
             self._errors.append(error)
         elif self._num_rows:
-            fix = f"{error.fix or 'correct the row'}, or leave out such rows: --data.bad_rows skip"
+            fix = f"{error.fix or 'correct the row'}, or leave out such rows, at most 1 %: --data.bad_rows skip"
             raise DataError(error.what, where=error.where, why=error.why, fix=fix) from error
         else:  # most likely all rows are like the first one
             raise error

@@ -188,6 +188,22 @@ REFUSED = {
         "--data.columns speaker=role,utterance=content",
     ),
     "an unknown role": ({"a.jsonl": lines({"messages": [HI[0] | {"role": "customer"}]})}, {}, "customer=user"),
+    "unknown roles": (
+        {"a.jsonl": lines({"messages": [HI[0] | {"role": "my customer"}, HI[1] | {"role": "agent"}]})},
+        {},
+        "--data.columns 'my customer=user,agent=assistant'",
+    ),
+    "an unknown role that answers": (
+        {"a.jsonl": lines({"messages": [HI[0], HI[1] | {"role": "agent"}]})},
+        {},
+        "--data.columns agent=assistant",
+    ),
+    "rows under a key": (
+        {"a.json": json.dumps({"data": [{"messages": HI}] * 3})},
+        {},
+        """python -c 'import json; print(json.dumps(json.load(open(""",
+    ),
+    "a list of texts": ({"a.json": '["Hi", "Ho"]'}, {}, '{"text": "Once"}'),
     "a role misspelled": ({"a.jsonl": lines({"messages": [HI[0] | {"role": "asistant"}]})}, {}, "asistant=assistant"),
     "a missing value": ({"a.jsonl": lines({"d": {}})}, {"data.columns": ["d.chat"]}, "the row has no value d.chat"),
     "two kinds": ({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, {}, "a.jsonl is jsonl data, and"),

@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,12 @@ def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequenc
         DataError: the row has no conversation.
     """
     if not isinstance(row, dict):
-        raise DataError(f"the row is {json_kind(row)}, not an object with a conversation.", where=where)
+        raise DataError(
+            f"the row is {json_kind(row)}, not an object with a conversation.",
+            where=where,
+            fix='write each row as an object, such as {"prompt": "Hi", "completion": "Hello"}',
+        )
+    check_is_row(row, where)
     meanings = data.meanings
     row = _translated(row, meanings, where)
     if "messages" in meanings.values():
@@ -149,6 +155,19 @@ def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequenc
         used = (*used, *_BESIDE)
     unused = (*not_read, *(name for name in row if name not in used))
     return _conversation(row, columns, where, unused)
+
+
+def check_is_row(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError if ``row`` is a file with all rows under one key."""
+    name, value = next(iter(row.items()), ("", None))
+    if len(row) == 1 and isinstance(value, list) and value and isinstance(value[0], dict):
+        if any({*keys} <= {*value[0]} for keys in (*zip(LISTS), *PAIRS, ("text",))):
+            code = f"import json; print(json.dumps(json.load(open({where.rpartition(':')[0]!r}))[{name!r}]))"
+            raise DataError(
+                f"the file is one object, whose {name!r} has {len(value):,} rows.",
+                where=where,
+                fix=f"python -c {shlex.quote(code)} > rows.json, and --data.path rows.json",
+            )
 
 
 def _translated(row: dict[str, Any], meanings: Mapping[str, str], where: str) -> dict[str, Any]:
@@ -185,7 +204,7 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
         for name in asked:
             if name not in names and name.partition(".")[0] not in names:
                 near = difflib.get_close_matches(name, list(map(str, names)), n=1)
-                fix = f"{_FLAG} {near[0]}" if near else f"{_FLAG} NAME, with the column of the messages"
+                fix = f"{_FLAG} {shlex.quote(near[0])}" if near else f"{_FLAG} NAME, with the column of the messages"
                 raise DataError(f"there is no column {name!r}; the columns are: {listed}.", where=where, fix=fix)
         return list(asked)
     for name in LISTS:
@@ -202,7 +221,7 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
         why=f"{' or '.join(' and '.join(pair) for pair in pairs)} may be meant"
         if pairs
         else f"Crius looked for {', '.join(LISTS)}, and for {', '.join('+'.join(pair) for pair in PAIRS)}",
-        fix=f"{_FLAG} MESSAGES, or {_FLAG} {first} {_FLAG} {second}",
+        fix=f"{_FLAG} MESSAGES, or {_FLAG} {shlex.quote(first)} {_FLAG} {shlex.quote(second)}",
     )
 
 
@@ -281,16 +300,18 @@ def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
         )
     if not value:
         raise DataError(f"the list of messages {column!r} is empty.", where=where, fix="remove the row")
-    return [_message(message, f"message {number}", where) for number, message in enumerate(value, start=1)]
+    named = (one.get("role", one.get("from")) for one in value if isinstance(one, dict))
+    roles = [str(role) for role in named if role is not None]
+    return [_message(message, f"message {number}", where, roles) for number, message in enumerate(value, start=1)]
 
 
-def _message(value: Any, what: str, where: str) -> dict[str, Any]:
+def _message(value: Any, what: str, where: str, roles: Sequence[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{what} is {json_kind(value)}, not an object with role and content.", where=where)
     message = {key: child for key, child in value.items() if child is not None or key == "content"}
     if "role" not in message and "from" in message:  # ShareGPT
         message = {"role": message.pop("from"), "content": message.pop("value", None)} | message
-    message["role"] = _role(message, what, where)
+    message["role"] = _role(message, what, where, roles)
     message["content"] = _content(message, what, where)
     if message.get("weight", 1) not in (0, 1):
         raise DataError(
@@ -306,14 +327,12 @@ def _message(value: Any, what: str, where: str) -> dict[str, Any]:
     return message
 
 
-def _role(message: Mapping[str, Any], what: str, where: str) -> str:
+def _role(message: Mapping[str, Any], what: str, where: str, roles: Sequence[str]) -> str:
     role = message.get("role")
-    name = str(role)
-    known = SHAREGPT.get(name.lower(), name.lower())
+    known = _known(str(role))
     if isinstance(role, str) and known in ROLES:
         return known
-    near = difflib.get_close_matches(known, [*ROLES, *SHAREGPT], n=1) or ["user"]
-    fix = f"{_FLAG} {name}={SHAREGPT.get(near[0], near[0])}"
+    fix = f"{_FLAG} {shlex.quote(_meant(roles))}"
     if role is None:
         texts = [key for key, text in message.items() if isinstance(text, str)] or ["KEY"]
         fix = f"{_FLAG} {texts[0]}=role,{texts[-1]}=content" if len(texts) > 1 else f"{_FLAG} KEY=role"
@@ -323,6 +342,23 @@ def _role(message: Mapping[str, Any], what: str, where: str) -> str:
         why=f"roles are {', '.join(ROLES)}; also known are {', '.join(SHAREGPT)}",
         fix=fix,
     )
+
+
+def _known(role: str) -> str:
+    return SHAREGPT.get(role.lower(), role.lower())
+
+
+def _meant(roles: Sequence[str]) -> str:
+    """Values of ``data.columns`` for the unknown roles of a conversation: the first one asks, the next one answers."""
+    missing = [role for role in ("user", "assistant") if role not in map(_known, roles)]
+    meanings = []
+    for role in dict.fromkeys(roles):
+        if _known(role) not in ROLES:
+            near = difflib.get_close_matches(role.lower(), [*ROLES, *SHAREGPT], n=1)
+            meaning = _known(near[0]) if near else (missing or ["user"])[0]
+            missing = [one for one in missing if one != meaning]
+            meanings.append(f"{role}={meaning}")
+    return ",".join(meanings)
 
 
 def _take_marks(message: dict[str, Any], what: str, where: str) -> None:
