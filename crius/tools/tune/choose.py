@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from crius.config.facts import Facts
 from crius.data.samples import SampleSource
 from crius.data.tokenizer import Tokenizer
@@ -61,6 +64,19 @@ def _conversations(source: object) -> SampleSource:
     raise ConfigError(what, where="command line", fix="crius train, which takes every kind of data")
 
 
+def _whole_lengths(facts: Facts) -> npt.NDArray[np.int64]:
+    """Tokens of each conversation.
+
+    Raises:
+        DataError: there is only one.
+    """
+    lengths = lengths_of(_conversations(open_run_corpus(facts.config, facts.data_parallel_ranks).train))
+    if len(lengths) == 1:
+        what = "there is one conversation, but another one is held out, to show what the model learned."
+        raise DataError(what, where="--data.path", fix="more conversations")
+    return lengths
+
+
 def choose(
     named: Sequence[str], chosen: Choices, look_at: LookAt, memory: Memory, new_ids: Sequence[str] = ()
 ) -> tuple[Facts, list[str]]:
@@ -89,11 +105,7 @@ def choose(
     ):
         chosen.take(name, value, "as the data looks")
     whole = [f"--{BATCH}", str(unit), f"--{SEQ_LEN}", str(_MOST_TOKENS), "--data.no_packing"]
-    facts = look_at([*words, *whole, "--validation.interval", "0"])
-    lengths = lengths_of(_conversations(open_run_corpus(facts.config, facts.data_parallel_ranks).train))
-    if len(lengths) == 1:
-        what = "there is one conversation, but another one is held out, to show what the model learned."
-        raise DataError(what, where="--data.path", fix="more conversations")
+    lengths = _whole_lengths(look_at([*words, *whole, "--validation.interval", "0"]))
     fraction = held_out_fraction(len(lengths))
     why = f"{max(1, round(fraction * len(lengths))):,} of {len(lengths):,} conversations are never trained on"
     chosen.take("validation.fraction", fraction, why)
