@@ -252,25 +252,42 @@ def test_auto_is_refused_where_nothing_counts_the_sequences(words, said, place):
     assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
-@pytest.mark.full
-def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tmp_path):
-    """Also after the run folder was moved; a second start goes on where the first one ended."""
-    words = ("tune", "base", "own.jsonl", "--optimizer.lr", "2e-3", "--training.device", "cpu")
-    done = crius(*words, cwd=place)
-    run = place / "runs/base-own"
-    assert_learned(done, run)
-    assert tomllib.loads((run / "run.toml").read_text())["optimizer"]["lr"] == 2e-3
-    assert [done.stdout.count(f"\n{word:<8}  ") for word in ("question", "before", "after", "data")] == [3, 3, 3, 3]
+WORDS = ("tune", "base", "own.jsonl", "--optimizer.lr", "2e-3", "--training.device", "cpu")
 
-    again = crius(*words, cwd=place)
+
+@pytest.fixture(scope="module")
+def tuned(place):
+    """The finished command ``WORDS``."""
+    return crius(*WORDS, cwd=place)
+
+
+def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tuned, tmp_path):
+    """Also after the run folder was moved."""
+    run = place / "runs/base-own"
+    assert_learned(tuned, run)
+    assert tomllib.loads((run / "run.toml").read_text())["optimizer"]["lr"] == 2e-3
+    assert [tuned.stdout.count(f"\n{word:<8}  ") for word in ("question", "before", "after", "data")] == [3, 3, 3, 3]
+
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    shutil.move(run, place / "aside")
+    adapted = crius("generate", str(moved / "adapters"), "--chat", "--prompt", "7+1?", cwd=place)
+    merged = crius("generate", str(moved / "merged"), "--chat", "--prompt", "7+1?", cwd=place)
+    shutil.move(place / "aside", run)
+    assert adapted.returncode == 0 and adapted.stdout == merged.stdout
+
+
+@pytest.mark.full
+def test_the_same_command_goes_on_and_another_one_is_refused(place, tuned):
+    again = crius(*WORDS, cwd=place)
     assert again.returncode == 0 and again.stdout.startswith("runs/base-own goes on")
-    assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[-len(again.stdout.splitlines()) + 1 :]
+    assert again.stdout.splitlines()[1:] == tuned.stdout.splitlines()[-len(again.stdout.splitlines()) + 1 :]
     text = (place / "own.jsonl").read_text()
     (place / "own.jsonl").write_text(text.replace("It is 7.", "It was 7."))
-    changed = crius(*words, cwd=place)
+    changed = crius(*WORDS, cwd=place)
     assert changed.returncode == 2 and "the conversations differ from those that runs/base-own was" in changed.stderr
     (place / "own.jsonl").write_text(text)
-    shown = crius(*words, "--dry", cwd=place)
+    shown = crius(*WORDS, "--dry", cwd=place)
     assert shown.returncode == 0 and "crius train --recipe tune " in shown.stdout
     wrong = crius("tune", "base", "own.jsonl", "--optimizer.lrr", "1", cwd=place)
     assert wrong.returncode == 2 and "did you mean --optimizer.lr?" in wrong.stderr
@@ -278,12 +295,6 @@ def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tmp
     assert other.returncode == 2 and "belongs to another tune: crius tune base own.jsonl --optimizer.lr" in other.stderr
     dry = crius("tune", "base", "own.jsonl", "--dry", cwd=place)
     assert dry.returncode == 0 and "--job.run_dir runs/base-own-2" in dry.stdout
-
-    moved = tmp_path / "moved"
-    shutil.move(run, moved)
-    score = crius("generate", str(moved / "adapters"), "--chat", "--prompt", "7+1?", cwd=place)
-    merged = crius("generate", str(moved / "merged"), "--chat", "--prompt", "7+1?", cwd=place)
-    assert score.returncode == 0 and score.stdout == merged.stdout
 
 
 def assert_learned(done, run):
