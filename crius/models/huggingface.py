@@ -445,7 +445,7 @@ def _take(
         yield f"partial_rotary_factor {words['rotary_share']} is above 1"
     if rope.get("partial_rotary_factor") not in (1, None) and "rotary_share" not in words:
         yield f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not supported, only 1 is"
-    settings.setdefault("num_kv_heads", settings.get("num_heads", -1))
+    settings.setdefault("num_kv_heads", settings.get("num_heads"))
     settings.setdefault("head_dim", -1)
     settings.setdefault("tied_embeddings", False)
     pattern = yield from _pattern(content, family.kinds, local)

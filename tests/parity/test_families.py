@@ -16,7 +16,9 @@ from crius.interop.weights import open_weights, settled
 from crius.launch.local import run_workers
 from crius.models import registry
 from crius.models.decode import generate
-from crius.models.huggingface import config_of, settings_in, with_changes
+from crius.models.huggingface import config_of, judged, settings_in, with_changes
+from crius.models.layers import rotary_frequencies
+from crius.models.rope import Rope, rope_scaling_of
 from crius.models.words import parse_words, usual_words
 from crius.tools.convert.exporting import model_config, open_source, parts_of
 
@@ -324,6 +326,48 @@ def test_a_planted_fault_gives_other_logits(mutate, name, root, monkeypatch):
     want = theirs(name)(tokens()).logits
     mutate(monkeypatch)
     assert far(ours(folder_of(name, root))(tokens()), want) > 1e-4
+
+
+ROPES = [
+    ({"rope_type": "linear", "factor": 4.0}, 1e4),
+    (LLAMA3, 1e4),
+    (LLAMA3 | {"low_freq_factor": 2.0, "original_max_position_embeddings": 8192}, 5e5),
+    (YARN | {"original_max_position_embeddings": 512}, 1e4),
+    (YARN | {"original_max_position_embeddings": 512} | ODD, 1e4),
+    (YARN | {"original_max_position_embeddings": 4096}, 4.0),  # beyond the last frequency
+    (YARN | {"original_max_position_embeddings": 4}, 1e4),  # before the first
+    (YARN | {"attention_factor": 0.7}, 1e4),
+    (YARN | {"factor": 1.0}, 1e4),
+]
+
+
+@pytest.mark.parametrize(("section", "theta"), ROPES)
+def test_frequencies_have_the_bits_of_transformers(section, theta):
+    kind = section["rope_type"]
+    config = transformers.LlamaConfig(head_dim=64, rope_parameters=section | {"rope_theta": theta})
+    want, magnitude = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    scaling = rope_scaling_of(section)
+    found, wide = (
+        rotary_frequencies(Rope(theta=theta, dim=64, scaling=scaling, is_float32=is_float32), torch.device("cpu"))
+        for is_float32 in (True, False)
+    )
+    assert torch.equal(found, want) and getattr(scaling, "magnitude", 1.0) == magnitude
+    torch.testing.assert_close(wide.float(), want, rtol=1e-6, atol=0)
+
+
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@pytest.mark.parametrize("name", sorted(registry.families()))
+def test_a_key_that_is_left_out_has_the_value_that_transformers_gives_it(name):
+    family = registry.families()[name]
+    whole = transformers.AutoConfig.for_model(family.model_type).to_dict() | {"norm_topk_prob": True}
+    found = []
+    for content in (whole, {key: whole[key] for key in (*NEEDED, "norm_topk_prob")}):
+        settings, wrong = judged(content, family, name, with_weights=False)
+        assert (wrong, settings.pop("name")) == ([], name)
+        found.append(registry.SPECS[name].describe(**settings).config)
+    assert found[0] == found[1]
 
 
 def words_of(model, family):

@@ -40,7 +40,7 @@ HF = HuggingFace(
     names=POST_NORMS,
     config=Olmo2Config,
     sizes=ATTENTION_BIAS,
-    defaults={"norm_eps": 1e-5, "rope_theta": 500_000.0, "tied_embeddings": False},
+    defaults={"norm_eps": 1e-5, "rope_theta": 10_000.0, "tied_embeddings": False},
 )
 
 SPEC = ModelSpec(name="olmo2", flavors=FLAVORS, hf=HF)
