@@ -74,7 +74,7 @@ WRITTEN = (
 )
 OF_WORDS = ("gemma3", "olmo3", "smollm3", "granite", "phi3")
 """Cases of ``FAMILIES`` that have every word between them."""
-SIZES = "tests/unit/test_model.py::test_a_debug_flavor_keeps_its_sizes_scale_and_window"
+SIZES = "tests/unit/test_model.py::test_the_sizes_of_a_flavor_change_only_with_its_line"
 FOLDERS = ("gemma2", "gemma3", "granite", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "seed_oss", "smollm3")
 
 KEPT = (

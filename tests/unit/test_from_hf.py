@@ -146,7 +146,10 @@ SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
             OLMO3 | {"layer_types": ["full_attention"]},
             "is not one of full_attention and sliding_attention for each layer",
         ),
-        (OLMO3 | {"sliding_window": None}, "layer_types has sliding_attention, but there is no sliding_window"),
+        (
+            OLMO3 | {"sliding_window": None, "num_hidden_layers": 4},
+            "layer_types has sliding_attention, but there is no sliding_window",
+        ),
         (OLMO3 | {"rope_parameters": {"full_attention": {}, "near": {}}}, "differ by kind of layer"),
         (OLMO3 | {"rope_parameters": YARN}, "do not say to which kind of layer they belong"),
         (
@@ -160,7 +163,7 @@ SMOLLM3 = {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
         (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, not a whole number above 0"),
         (GEMMA3 | {"rope_local_base_freq": "x"}, 'rope_theta "x" of sliding_attention is not a number above 0'),
         (GEMMA3 | {"sliding_window_pattern": "6"}, 'sliding_window_pattern is "6", not a whole number above 0'),
-        (GEMMA3 | {"layer_types": [{}, 1]}, "is not one of full_attention and sliding_attention"),
+        (GEMMA3 | {"layer_types": ["full_attention", {}]}, "is not one of full_attention and sliding_attention"),
         (SMOLLM3 | {"no_rope_layers": [[], 1]}, "is not 0 or 1 for each layer"),
         (SMOLLM3 | {"no_rope_layers": [2, 1]}, "no_rope_layers [2, 1] is not 0 or 1 for each layer"),
         ({"rope_scaling": LLAMA3_SCALING | {"factor": 10**400}}, "needs factor, a positive number, not 1000"),

@@ -1,11 +1,13 @@
 """Llama 3 as a model: its sizes, what a token may see, and that plan, init rules and FLOPs fit it."""
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import llama
+from harness import GOLDEN, llama
+from sigmoid_moe import SMALL as ROUTED
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +17,7 @@ from crius.errors import PlanError
 from crius.kernels.choice import Choice, applied
 from crius.models import registry
 from crius.models.adapted import Adapted
-from crius.models.config import resized
+from crius.models.config import LayerKind, RoutedConfig, resized
 from crius.models.decoder import Block, check_decoder
 from crius.models.description import Buffer
 from crius.models.layers import DocumentMask, Linear, rotary_frequencies
@@ -30,6 +32,7 @@ SPEC = registry.SPECS["llama3"]
 DEBUG, SMALL = llama(), llama(num_layers=2)
 
 FLAVORS = [(name, flavor) for name, spec in registry.SPECS.items() for flavor in spec.flavors]
+USUAL = {field.name: field.default for field in fields(RoutedConfig) if field.default is not MISSING}
 # parameters of the published safetensors: meta-llama/Llama-3.1-8B, -70B, -405B and Llama-3.2-1B, Qwen/Qwen3-*
 PUBLISHED = {
     ("llama3", "1b"): 1_235_814_400,
@@ -59,19 +62,6 @@ OURS = {
     ("qwen3", "debug"): (2_099_840, 2_099_840),
     ("qwen3_moe", "debug"): (2_889_088, 1_119_616),
     ("mixtral", "debug"): (1_510_528, 920_704),
-}
-# of the same: parameters, scale of the scores, window of the first layer
-SMALLEST = {
-    "gemma2": (1_050_752, 32**-0.5, 24),
-    "gemma3": (1_543_680, 32**-0.5, 24),
-    "granite": (853_120, 1 / 128, 0),
-    "mistral": (918_656, None, 0),
-    "olmo2": (919_424, None, 0),
-    "olmo3": (919_424, None, 24),
-    "phi3": (918_656, None, 0),
-    "qwen2": (919_680, None, 0),
-    "seed_oss": (1_117_312, None, 0),
-    "smollm3": (853_120, None, 0),
 }
 # of models that are planned only: all, and those that compute one token (transformers' classes on the meta device)
 PLANNED = {
@@ -130,12 +120,16 @@ def test_flavors_of_tests_and_benchmarks_keep_their_sizes(name, flavor):
     assert registry.families()[name].splits_rows == (facts.num_experts > 0)
 
 
-@pytest.mark.parametrize("name", SMALLEST)
-def test_a_debug_flavor_keeps_its_sizes_scale_and_window(name):
-    facts = registry.SPECS[name].describe("debug")
-    config = facts.config
-    assert (facts.num_parameters, config.attention_scale, config.pattern[0].window) == SMALLEST[name]
-    assert (config.num_heads, config.num_kv_heads) == (8, 4)
+def told(config):
+    """The fields that differ from a plain decoder's."""
+    given = {field.name: getattr(config, field.name) for field in fields(config)}
+    return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != USUAL.get(name))
+
+
+def test_the_sizes_of_a_flavor_change_only_with_its_line():
+    lines = [f"a plain decoder: {USUAL}"]
+    lines += [f"{name}/{flavor}: {told(registry.SPECS[name].flavors[flavor])}" for name, flavor in FLAVORS]
+    assert (GOLDEN / "flavors.txt").read_text().splitlines() == lines
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -172,6 +166,34 @@ def test_a_description_is_what_is_built(name, flavor, tied):
     linears = [(name, tuple(m.weight.shape)) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     assert list(facts.linears.items()) == linears
     check_decoder(model, facts)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '{"qkv_bias": true, "o_bias": true, "mlp_bias": true, "norms": "both", "qk_norm": "all"}',
+        '{"norms": "post", "qk_norm": "head"}',
+    ],
+)
+def test_a_model_of_words_is_what_is_built(words):
+    facts = llama(num_layers=1, words=words)
+    check_decoder(meta_model(facts), facts)
+
+
+def test_runs_of_equal_layers_are_the_layers_one_by_one():
+    kinds = (LayerKind(window=3), LayerKind(), LayerKind())
+    configs = [registry.SPECS[name].flavors[flavor] for name, flavor in FLAVORS]
+    for config in (*configs, replace(ROUTED, num_layers=9, num_dense_layers=2, pattern=kinds)):
+        runs = config.layers()
+        assert all(one != other for (_, one), (_, other) in pairwise(runs))
+        listed = [layer for count, layer in runs for _ in range(count)]
+        assert listed == [config.layer(index) for index in range(config.num_layers)]
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 9])
+def test_the_mean_context_is_that_of_each_token(window):
+    seen = [min(place, window or place) for place in range(1, 8)]
+    assert replace(SMALL.attention, window=window).mean_context(7) == sum(seen) / 7
 
 
 def test_debug_flavor_fits_the_layouts_it_is_meant_for():
@@ -509,7 +531,7 @@ class Recorder(nn.Module):
 
 @pytest.mark.parametrize("positions", [None, torch.arange(16).expand(2, -1)])
 def test_windows_end_where_rows_end_though_a_rank_has_half_of_the_sequence(positions):
-    model = registry.build(llama(num_layers=1, words='{"pattern": [{"window": 5}]}'))
+    model = registry.build(llama(num_layers=2, words='{"pattern": [{"window": 5}, {}]}'))
     model.tok_embeddings = nn.Identity()
     model.layers = nn.ModuleDict({"0": Recorder()})
     model._embedded = lambda tokens: torch.zeros(2, 8, 128)  # as tensor parallelism scatters it
