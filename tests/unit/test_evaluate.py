@@ -17,13 +17,14 @@ from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
 from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError, DataError, EnvironmentError
+from crius.models import registry
 from crius.models.decode import generate
 from crius.tools.evaluate import run
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Figure, Score, figures
 from crius.tools.evaluate.record import Key, Record
 from crius.tools.evaluate.run import open_model
-from crius.tools.evaluate.score import saves, score
+from crius.tools.evaluate.score import batches, join, saves, score
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import Document, Request, Task, read_tasks
 
@@ -131,6 +132,50 @@ def test_equal_rows_are_read_once(choices, evaluate, tmp_path):
     assert found["tokens"] == len("Answer: "), "each choice is a space and a letter"
 
 
+def test_rows_are_joined_at_their_common_beginning_and_batched_by_length():
+    joined = join([Row((1, 2, 3, 4), (5,)), Row((1, 2, 6), (2, 6, 7))])
+    assert joined == ([1, 2, 3, 4, 6], [0, 1, 2, 3, 2], [0, 0, 1, 1, 2], [[3], [0, 1, 4]])
+    groups = [[Row((1,) * size, (1,))] for size in (2, 4, 3, 2, 2)]
+    assert list(batches(groups, 8)) == [[1, 2], [0, 3, 4]]
+    row = Row((1,) * 9, (2,))
+    rows = {Key("text", 0, 0): [row, row], Key("quiz", 0, 0): [row], Key("quiz", 0, 1): [row]}
+    assert [len(group) for group in run._grouped(rows)] == [1, 1, 2], "windows of a text are read alone"
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(4 * 320 * 2, 2), (1, 1)])
+def test_rows_that_are_joined_see_the_window_that_each_has_alone(num_bytes, most, monkeypatch):
+    words = '{"pattern": [{"window": 3}, {}]}'
+    model = registry.build(registry.SPECS["llama3"].describe("debug", num_layers=2, vocab_size=320, words=words))
+    random = torch.Generator().manual_seed(0)
+    for parameter in model.requires_grad_(False).parameters():
+        parameter.normal_(0.0, 0.2, generator=random)
+    rows = [Row((*range(8), *end), (*end, 9)) for end in ((11, 12, 13), (14, 15), (16,))]
+    alone = [score(model, [[row]])[0][0].log_prob for row in rows]
+    logits = model.logits
+    read = []
+    monkeypatch.setattr(model, "logits", lambda hidden: read.append(len(hidden)) or logits(hidden))
+    monkeypatch.setattr("crius.tools.evaluate.score._LOGIT_BYTES", num_bytes)
+    [together] = score(model, [rows])
+    assert [one.log_prob for one in together] == pytest.approx(alone, abs=1e-4)
+    assert max(read) == most and sum(read) == 9
+
+
+@pytest.mark.parametrize(
+    ("special", "bos", "want"),
+    [
+        ({"bos_token": "<b>", "eos_token": "<e>"}, 1, 11),
+        ({"eos_token": "<e>"}, 1, 12),
+        ({"eos_token": "<x>"}, 1, 2),
+        ({}, 1, 1),
+        ({}, None, 2),
+    ],
+)
+def test_the_prefix_is_the_bos_or_eos_that_the_source_names(special, bos, want):
+    ids = {"<b>": [11], "<e>": [12]}
+    tokenizer = SimpleNamespace(special_ids=lambda names: ids.get(names[0], []), bos_id=bos, eos_id=2)
+    assert run._prefix(SimpleNamespace(tokenizer=tokenizer, special=special)) == want
+
+
 def test_a_batch_is_left_out_only_if_all_of_it_is_known(source):
     loaded = open_model(str(source), Settings())[0]
     groups = [[Row((97, 98), (99,))]] * 3
@@ -158,7 +203,7 @@ def test_a_record_continues_to_the_same_figures(evaluate, tasks, tmp_path):
 
 
 def test_a_record_that_is_left_is_free_for_the_next_command(tmp_path):
-    path = str(tmp_path / "record.jsonl")
+    path = str(tmp_path / "new" / "folder" / "record.jsonl")
     with Record(path, {"dtype": "float32"}, {"t": "digest"}) as record:
         record.add([(Key("t", 0, 1), Score(-1.5, True, 2))])
     with Record(path, {"dtype": "float32"}, {"t": "digest"}) as again:  # while the first object is still there
@@ -198,7 +243,7 @@ LENGTHS = [
     choices((" éé", -4.0, 1), (" abc", -4.5, 1), gold=1),  # bytes
     choices((" a", -2.1, 1), (" abcd", -6.0, 1), gold=1),  # characters with the space in front
     choices((" abcd", -3.0, 1), (" ab", -2.0, 2), gold=0),  # tokens
-    choices((" abcd", -4.0, 1), (" x", -2.0, 1), gold=0),  # no length
+    choices((" abcd", -4.0, 1), (" x", -1.9, 1), gold=0),  # no length, or at least 2
 ]
 
 
@@ -219,6 +264,8 @@ def test_figures_are_as_defined():
     assert one.keys() == {"bits_per_byte"} and len(set(one["bits_per_byte"])) == 1
     alone = figures(Task("t", "continuation", documents[1:2], 1, ""), [[Score(-1.0, True, 1), Score(-1.0, True, 1)]])
     assert alone["greedy"].value == 1
+    sure = figures(Task("t", "continuation", documents[:1] * 20, 20, ""), [[Score(-1.0, True, 1)]] * 20)
+    assert sure["greedy"].high == 1, "not above 1 by rounding"
 
 
 @pytest.mark.parametrize(
@@ -252,14 +299,14 @@ def test_a_text_is_greedy_if_all_of_its_windows_are_and_has_their_sums(evaluate,
 def test_results_are_a_table_with_intervals_and_speed_where_they_are_known():
     facts = {"dtype": "float32", "device": "cpu", "max_length": 2048}
     known = {"accuracy": Figure(0.5, 0.25, 0.75), "bits_per_byte": Figure(1.25, 1.25, 1.25)}
-    results = [run.Result("quiz", 3, 1234, known), run.Result("text", 1, 1, {"bits_per_byte": Figure(2, 1, 3)})]
+    results = [run.Result("quiz", 3, 1234, known), run.Result("a text", 1, 1, {"bits_per_byte": Figure(2, 1, 3)})]
     head, *table, speed = run.Evaluation("here", facts, results, requests=5, tokens=1000, seconds=0.5).lines()
     assert head == "here: float32 on cpu, at most 2,048 tokens at once"
-    assert [line.split() for line in table] == [
-        ["task", "documents", "metric", "value", "95", "%", "interval"],
-        ["quiz", "3", "of", "1,234", "accuracy", "0.5000", "0.250", "to", "0.750"],
-        ["bits_per_byte", "1.2500"],
-        ["text", "1", "of", "1", "bits_per_byte", "2.0000", "1.000", "to", "3.000"],
+    assert table == [
+        "task    documents   metric          value  95 % interval",
+        "quiz    3 of 1,234  accuracy       0.5000  0.250 to 0.750",
+        "                    bits_per_byte  1.2500",
+        "a text  1 of 1      bits_per_byte  2.0000  1.000 to 3.000",
     ]
     assert speed == "(5 texts, 1,000 tokens read in 0.5 s, 2,000 tokens/s)"
     all_known = run.Evaluation("here", facts, results, requests=5, tokens=0, seconds=0.0).lines()
@@ -287,13 +334,14 @@ def test_targets_are_greedy_if_each_is_the_most_probable_id(source):
 
 
 def test_every_token_is_a_target_once_and_the_last_window_is_full():
-    encoder = Encoder(ByteTokenizer(), 4, prefix=256)
+    encoder = Encoder(ByteTokenizer(), 4, prefix=256, is_chat=False)
     ids = list(range(10))
     rows = list(encoder.windows(ids))
     assert [row.targets for row in rows] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
     assert [row.tokens for row in rows] == [(256, 0, 1, 2), (3, 4, 5, 6), (5, 6, 7, 8)]
     assert encoder.row([1, 2, 3, 4, 5], [6, 7], "").tokens == (3, 4, 5, 6), "the end of a long context"
     assert encoder.row([], [6, 7], "").tokens == (256, 6)
+    assert encoder.row([1], [6, 7, 8, 9], "").tokens == (1, 6, 7, 8), "as long as a row can be"
 
 
 def test_request_files_have_documents_by_their_number(tmp_path):
@@ -301,14 +349,14 @@ def test_request_files_have_documents_by_their_number(tmp_path):
     folder.mkdir(parents=True)
     rows = [
         {"doc_id": doc, "idx": idx, "label": 1, "request": {"context": f"Q{doc}", "continuation": f" {idx}"}}
-        for doc in (7, 1_000_007)
+        for doc in (999_999, 1_000_000)
         for idx in range(2)
     ]
     with gzip.open(folder / "requests.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     [task] = read_tasks([str(folder)], 0)
     assert (task.name, task.kind, task.total) == ("quiz:rc_0shot", "multiple_choice", 1)
-    assert task.documents == (Document(0, (Request("Q7", " 0"), Request("Q7", " 1")), gold=1),)
+    assert task.documents == (Document(0, (Request("Q999999", " 0"), Request("Q999999", " 1")), gold=1),)
 
 
 @pytest.fixture
@@ -331,7 +379,7 @@ def named(tmp_path, monkeypatch):
 )
 def test_a_named_task_is_its_preferred_variant_or_the_one_that_is_named(name, variant, named):
     [task] = read_tasks([name], 0)
-    assert task.name == f"{name.partition(':')[0]}:{variant}"
+    assert (task.name, task.kind) == (f"{name.partition(':')[0]}:{variant}", "continuation")
     assert task.documents[0].requests[0].context.endswith(f"/{variant}")
 
 
@@ -356,8 +404,9 @@ def test_a_named_task_without_its_package_says_the_line_that_installs_it(monkeyp
         read_tasks(["arc"], 0)
 
 
-def test_a_terminal_shows_what_is_done_since_the_start(monkeypatch, capsys):
+def test_a_terminal_shows_what_is_done_since_the_start(evaluate, tasks, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert "9 of 9 texts, about 0 s left" in evaluate("--tasks", tasks)[2]
     monkeypatch.setattr(run.time, "monotonic", iter([100.0, 130.0]).__next__)
     progress = run._Progress(total=50, already=10)
     progress.show(10)
@@ -369,7 +418,7 @@ def test_a_terminal_shows_what_is_done_since_the_start(monkeypatch, capsys):
 
 
 def test_a_text_after_nothing_comes_after_the_prefix_once():
-    encoder = Encoder(ByteTokenizer(), 16, prefix=104)
+    encoder = Encoder(ByteTokenizer(), 16, prefix=104, is_chat=False)
     assert encoder.pair(Request("", "xy")) == ([104], [120, 121])
     assert encoder.pair(Request("", "hxy")) == ([104], [120, 121]), "its own first token is the prefix"
 
@@ -463,6 +512,11 @@ def test_logits_that_are_not_finite_are_an_error(evaluate, tasks, tmp_path, monk
     assert len((tmp_path / "record.jsonl").read_text().splitlines()) == 1, "the header"
 
 
+def test_what_is_not_given_is_all_of_it_on_the_device_that_there_is():
+    known = Settings(limit=0, max_length=0, batch_tokens=0, out="", chat=False, device="auto", dtype="auto")
+    assert Settings() == known
+
+
 def test_another_tokenizer_and_a_second_writer_do_not_get_a_record(evaluate, tasks, source, tmp_path):
     record = tmp_path / "record.jsonl"
     assert evaluate("--tasks", tasks, "--out", record)[0] == 0
@@ -509,6 +563,14 @@ def test_a_chat_is_scored_with_the_ids_that_training_has(evaluate, source, tmp_p
     name = told["results"][0]["task"]
     assert found[name, 0]["log_prob"] == pytest.approx(want, abs=1e-5)
     assert (found[name, 0]["tokens"], found[name, 1]["tokens"]) == (3, 1), "a name of a special token is the token"
+
+
+def test_a_chat_is_asked_on_the_same_date_every_day():
+    [task] = run.as_chats(
+        [Task("t", "continuation", (Document(0, (Request("q", " a"),), 0),), 1, "")],
+        SimpleNamespace(chat_template="{{ strftime_now('%Y-%m-%d') }}", special={}),
+    )
+    assert task.documents[0].requests == (Request("2024-07-26", "a"),)
 
 
 def test_chat_is_refused_where_nobody_asks(evaluate, tasks):

@@ -75,7 +75,8 @@ def test_tasks_are_found_by_name_and_by_file(package, opened, tmp_path):
     (tmp_path / "mine.yaml").write_text("task: mine\n")
     results(package, opened, ("quiz", str(tmp_path / "mine.yaml")), limit=3)
     assert package.include_path == [str(tmp_path)]
-    assert (package.words["tasks"], package.words["limit"]) == (["quiz", "mine"], 3)
+    told = {"tasks": ["quiz", "mine"], "limit": 3, "bootstrap_iters": 1000, "log_samples": False}
+    assert package.words | told == package.words
     results(package, opened)
     assert (package.include_path, package.words["limit"]) == (None, None)
     with pytest.raises(ConfigError, match="lm-eval has no task other, more"):
@@ -119,14 +120,18 @@ def test_an_error_of_our_own_is_not_changed(package, opened):
         results(package, opened)
 
 
-def test_texts_have_the_log_probabilities_that_each_has_alone(package, opened):
+def test_texts_have_the_log_probabilities_that_each_has_alone(package, opened, monkeypatch):
     source, encoder = opened
     asked = model(package, opened)
     one, other = (source.tokenizer.encode(text).tolist() for text in ("The sky is", "Two and two are"))
     pairs = [(one, [98, 108]), (one, [103]), (other, [52, 32, 53]), (other, [120])]
     requests = [((f"context {len(context)}", ""), context, targets) for context, targets in pairs]
     alone = [score(source.model, [[encoder.row(*pair, "")]])[0][0] for pair in pairs]
+    groups = []
+    score_groups = lm_eval_tasks.score_groups
+    monkeypatch.setattr(lm_eval_tasks, "score_groups", lambda *a: groups.extend(a[1]) or score_groups(*a))
     found = asked._loglikelihood_tokens(requests)
+    assert [len(group) for group in groups] == [2, 2], "a context is read once"
     assert [log_prob for log_prob, _ in found] == pytest.approx([one.log_prob for one in alone], abs=1e-5)
     assert [is_greedy for _, is_greedy in found] == [one.is_greedy for one in alone]
 

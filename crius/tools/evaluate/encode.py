@@ -35,7 +35,7 @@ class Encoder:
     tokenizer: Tokenizer
     max_length: int
     prefix: int
-    is_chat: bool = False
+    is_chat: bool
 
     def rows(self, request: Request, kind: Kind, where: str) -> list[Row]:
         """The rows of a request: one, or the windows of a whole text.

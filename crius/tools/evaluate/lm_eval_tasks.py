@@ -135,12 +135,12 @@ def _model(source: Source, encoder: Encoder, settings: Settings) -> Any:
             apart = [part for group in groups for part in ([group] if saves(group) else [[row] for row in group])]
             return [(score.log_prob, score.is_greedy) for score in _scores(apart)]
 
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             windows = [list(encoder.windows(encoder.encode(request.args[0]))) for request in requests]
             scores = iter(_scores([[row] for rows in windows for row in rows]))
             return [math.fsum(next(scores).log_prob for _ in rows) for rows in windows]
 
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        def generate_until(self, requests: Any, **_: Any) -> list[str]:
             return _answers(source, encoder, [request.args for request in requests])
 
     def _scores(groups: Sequence[Sequence[Row]]) -> list[Score]:

@@ -46,7 +46,7 @@ class Document:
 
     number: int
     requests: tuple[Request, ...]
-    gold: int = 0
+    gold: int
 
 
 @dataclass(frozen=True)
