@@ -233,7 +233,7 @@ def _dealt(layers: int, stages: int, first_less: int, last_less: int) -> Sequenc
     """Layers of each stage, dealt evenly except to the first and the last; the remainder goes to the middle stages."""
     each, over = divmod(layers + first_less + last_less, stages)
     sizes = [each] * stages
-    for stage in ([*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0])[:over]:
+    for stage in [*range(1, stages - 1), 0][:over]:
         sizes[stage] += 1
     sizes[0] -= first_less
     sizes[-1] -= last_less

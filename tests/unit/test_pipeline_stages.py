@@ -8,7 +8,10 @@ from harness import llama
 
 from crius.config.parallelism import ParallelismConfig
 from crius.config.pipeline import (
+    EMBEDDING_COST,
     SPLIT_BACKWARD,
+    cost,
+    describe_stages,
     is_layer,
     join_names,
     legal_microbatches,
@@ -59,13 +62,28 @@ def test_a_large_output_layer_gets_fewer_layers():
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
-def test_the_greatest_cost_is_as_small_as_any_cut_makes_it(stages):
+def test_the_greatest_cost_is_as_small_as_any_cut_makes_it_and_then_the_squares_are(stages):
     whole = modules(9, vocab_size=3000)
     names = [module.name for module in whole]
-    greatest = max(stage_costs(whole, split_stages(whole, stages, pipeline(stages))))
+    found = stage_costs(whole, split_stages(whole, stages, pipeline(stages)))
     cuts = [(0, *cut, len(names)) for cut in combinations(range(2, 10), stages - 1)]  # before layers 1 to 8
-    every = [[names[a:b] for a, b in zip(cut, cut[1:], strict=False)] for cut in cuts]
-    assert greatest == pytest.approx(min(max(stage_costs(whole, parts)) for parts in every), rel=1e-12)  # sum order
+    every = [stage_costs(whole, [names[a:b] for a, b in zip(cut, cut[1:], strict=False)]) for cut in cuts]
+    least = min(map(max, every)) * (1 + 1e-12)  # sum order
+    squares = min(sum(cost * cost for cost in costs) for costs in every if max(costs) <= least)
+    assert max(found) <= least and sum(cost * cost for cost in found) == pytest.approx(squares, rel=1e-12)
+
+
+def test_a_lookup_costs_half_a_flop_for_each_parameter():
+    embeddings, _, norm, output = modules(1)
+    assert (EMBEDDING_COST, cost(output)) == (0.5, output.flops_per_token)
+    assert [cost(part) for part in (embeddings, norm)] == [embeddings.parameters / 2, norm.parameters / 2]
+
+
+@pytest.mark.parametrize("schedule", TORCH_SCHEDULES)
+def test_without_a_pipeline_one_rank_has_one_stage_and_takes_any_microbatches(schedule):
+    alone = pipeline(1, schedule)
+    assert (num_stages(alone), placement(alone), splits_backward(alone)) == (1, [[0]], False)
+    assert microbatch_unit(alone) == 1 and legal_microbatches(alone, 3) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -203,9 +221,11 @@ def test_a_schedule_file_says_what_the_schedule_said(schedule, tmp_path):
     assert len(run_order(order_of(file, 8))) == 2 * sum(map(len, order_of(known, 4)))
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(8, 1), (15, 1), (16, 2)])
-def test_interleaved_stages_are_as_many_as_the_model_has_layers_for(layers, stages):
-    assert stages_per_rank(settle_stages(pipeline(8, "interleave_1f1b"), layers)) == stages
+@pytest.mark.parametrize(("degree", "layers", "stages"), [(8, 7, 2), (8, 8, 1), (8, 15, 1), (8, 16, 2), (2, 3, 1)])
+def test_interleaved_stages_are_as_many_as_the_model_has_layers_for(degree, layers, stages):
+    settled = settle_stages(pipeline(degree, "interleave_1f1b"), layers)
+    assert stages_per_rank(settled) == stages
+    assert bool(describe_stages(settled)) == (stages == 1) and not describe_stages(pipeline(degree))
 
 
 def test_other_schedules_and_explicit_stages_are_left_alone():
