@@ -71,7 +71,10 @@ WRITTEN = (
     f"{FAMILIES}::test_a_model_without_a_source_is_told_so_that_transformers_builds_it",
     f"{FAMILIES}::test_what_a_class_of_transformers_cannot_say_is_not_exported",
     f"{FAMILIES}::test_a_changed_base_of_positions_keeps_the_dims_that_rotate",
+    f"{FAMILIES}::test_a_key_that_is_left_out_has_the_value_that_transformers_gives_it",
 )
+FREQUENCIES = f"{FAMILIES}::test_frequencies_have_the_bits_of_transformers"
+UNKNOWN = "tests/unit/test_import.py::test_an_unknown_family_is_refused_with_all_keys_that_no_family_has"
 OF_WORDS = ("gemma3", "olmo3", "smollm3", "granite", "phi3")
 """Cases of ``FAMILIES`` that have every word between them."""
 SIZES = "tests/unit/test_model.py::test_the_sizes_of_a_flavor_change_only_with_its_line"
@@ -148,6 +151,7 @@ ROOMS = {
         "param_groups": ("test_optim_states", "test_optim", "test_rules_training"),
         "load": ("test_config", "test_from_hf", *LONG_PARSES),
         "toml_file": ("test_config", "test_from_hf", "test_help", "test_redact", *LONG_PARSES),
+        "names": ("test_names", "test_config", "test_rules", *LONG_PARSES),
         "": (
             *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config", "test_rules_experts"),
             *("test_typed", "test_rule_bounds", *LONG_PARSES),
@@ -155,7 +159,7 @@ ROOMS = {
     },
     "models": {
         "huggingface": (
-            *("test_model", "test_from_hf", *WRITTEN),
+            *("test_model", "test_from_hf", UNKNOWN, *WRITTEN),
             *(f"tests/unit/test_qwen3_moe.py::{name}" for name in SETTINGS_OF_EXPERTS),
         ),
         "registry": (
@@ -167,16 +171,17 @@ ROOMS = {
             f"{LOGITS}[llama_yarn]",
         ),
         "layers": (
-            *("test_model", "test_context_order", "test_import"),
+            *("test_model", "test_context_order", "test_import", FREQUENCIES),
             *(f"{ORACLE}[{case}]" for case in ("documents", "tied", "head_norms")),
             *(f"{test}[{case}]" for case in ("gemma3", "smollm3", "llama_linear") for test in (LOGITS, GRADIENTS)),
-            *(f"{LOGITS}[{case}]" for case in ("gemma2", "llama_yarn", "llama_yarn_by_scale", "phi3")),
+            *(f"{LOGITS}[{case}]" for case in ("gemma2", "llama_yarn", "llama_biases", "phi3")),
         ),
         "rope": (
-            *("test_model", "test_from_hf", *WRITTEN),
+            *("test_model", "test_from_hf", FREQUENCIES, *WRITTEN),
             *(f"{LOGITS}[{case}]" for case in ("gemma3_linear", "olmo3", "llama_yarn_by_scale", "phi3")),
         ),
         "words": ("test_model", "test_from_hf", *WRITTEN, f"{LOGITS}[gemma3]"),
+        "keys": (UNKNOWN,),
         "decode": (
             *("test_model", "test_decode", f"{TOKENS}[gemma3]", f"{TOKENS}[mistral_window]"),
             *(f"{ORACLE}[{case}]" for case in ("documents", "experts")),

@@ -17,7 +17,6 @@ from harness import GOLDEN, parse
 
 from crius import cli
 from crius.config.data import DataConfig
-from crius.config.names import nearest_typo
 from crius.config.other_trainers import ALIASES, MOVED, NOTHING
 from crius.config.resolve import BatchSizes, batch_sizes
 from crius.config.run import ModelConfig, RunConfig, replace_fields
@@ -285,29 +284,6 @@ def test_a_known_name_is_a_known_name_and_no_table_has_one_twice():
     assert {value.split()[0] for value in (*MOVED.values(), *ALIASES.values())} <= known
     assert not (MOVED.keys() | NOTHING.keys() | ALIASES.keys()) & DEFAULTS.keys()
     assert not MOVED.keys() & NOTHING.keys() and not ALIASES.keys() & (MOVED.keys() | NOTHING.keys())
-
-
-@pytest.mark.parametrize(
-    ("written", "known", "typo_of"),
-    [
-        ("7b", ["8b", "70b", "405b"], ""),
-        ("8B", ["8b", "70b"], "8b"),
-        ("80b", ["8b", "70b"], ""),
-        ("h1000", ["h100"], "h100"),
-        ("llama", ["llama3"], "llama3"),
-        ("job.dir", ["job.name", "job.run_dir"], ""),
-        ("model.dim", ["model.name"], ""),
-        ("training.stpes", ["training.steps", "training.seq_len"], "training.steps"),
-        ("optimzer.lr", ["optimizer.lr", "training.steps"], "optimizer.lr"),
-        ("optimiser.lr", ["optimizer.lr"], "optimizer.lr"),
-        ("opptimiser.lr", ["optimizer.lr", "optimizer.eps"], "optimizer.lr"),
-        ("moe.name", ["job.name"], ""),
-        ("float16", ["float32", "bfloat16"], ""),
-        ("bflaot16", ["float32", "bfloat16"], "bfloat16"),
-    ],
-)
-def test_only_a_typo_is_guessed(written, known, typo_of):
-    assert nearest_typo(written, known) == typo_of
 
 
 @pytest.mark.parametrize("flavor", ["8B", "8b"])

@@ -512,11 +512,6 @@ def test_logits_that_are_not_finite_are_an_error(evaluate, tasks, tmp_path, monk
     assert len((tmp_path / "record.jsonl").read_text().splitlines()) == 1, "the header"
 
 
-def test_what_is_not_given_is_all_of_it_on_the_device_that_there_is():
-    known = Settings(limit=0, max_length=0, batch_tokens=0, out="", chat=False, device="auto", dtype="auto")
-    assert Settings() == known
-
-
 def test_another_tokenizer_and_a_second_writer_do_not_get_a_record(evaluate, tasks, source, tmp_path):
     record = tmp_path / "record.jsonl"
     assert evaluate("--tasks", tasks, "--out", record)[0] == 0
