@@ -138,13 +138,14 @@ LONG_PLANS = (
 """Tests of many CPU seconds, whose numbers the golden plans have too."""
 ROOMS = {
     "config": {
-        "rules_lora": (*LORA, "test_rules_quantize"),
+        "rules_lora": (*LORA, "test_rules_quantize", "test_rule_bounds"),
         "rules": RULES,
         "facts": RULES,
         "changes": ("test_changes", "test_data_boundary", "test_hostile_state", "test_from_hf"),
         "resolve": (
             *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
             *("test_rules_reproducible", "test_planner_memory", "test_pipeline_stages", *LONG_PARSES),
+            "test_rules_kernels",
         ),
         "lora": (*LORA, DEFAULTS),
         "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),

@@ -30,6 +30,13 @@ BOUNDS = [
     (rules_moe.router_learns, [*ROUTED, "--model.top_k", "1", AUX], "1e-3", "0"),
     (rules_moe.router_learns, [*ROUTED, "--model.top_k", "1", AUX, "0", Z], "1e-3", "0"),
     (rules_lora.adapters_have_a_size, ["--lora.rank"], "64", "65"),
+    (rules.sizes, ["--checkpoint.interval"], "2147483647", "2147483648"),
+    (rules.sizes, ["--training.steps"], "9223372036854775807", "9223372036854775808"),
+    (rules.sizes, ["--model.vocab_size"], "16777216", "16777217"),
+    (rules.sizes, ["--model.num_layers"], "100000", "100001"),
+    (rules.sizes, ["--model.ffn_dim"], "1048576", "1048577"),
+    (rules.sizes, [*ROUTED, "--model.num_experts"], "65536", "65537"),
+    (rules.sizes, ["--training.global_batch_size", "64", LENGTH], "1073741824", "1073741825"),
     (rules_training.sdc_checks_have_an_object, ["--sdc.recompute_interval", "1", PIPELINE], "1", "2"),
     (rules_training.sdc_checks_have_an_object, ["--sdc.replica_interval", "1", REPLICATE], "2", "1"),
 ]
