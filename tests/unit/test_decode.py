@@ -223,5 +223,10 @@ def test_the_ends_of_the_unit_interval_draw_a_token_that_is_possible(uniform):
     assert sample(logits, torch.tensor([uniform], dtype=torch.float64), temperature=1.0).item() in (1, 2)
 
 
+def test_a_token_whose_forerunners_have_all_of_top_p_does_not_come():
+    drawn = [sample(torch.zeros(1, 2), torch.tensor([uniform]), temperature=1.0, top_p=0.5) for uniform in (0.0, 0.9)]
+    assert drawn[0] == drawn[1]
+
+
 def test_the_least_temperature_takes_the_largest():
     assert sample(torch.tensor([[4.0, 5.0, 4.0]]), torch.tensor([0.5]), temperature=1e-308).item() == 1
