@@ -62,7 +62,7 @@ def test_a_large_output_layer_gets_fewer_layers():
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
-def test_the_greatest_cost_is_as_small_as_any_cut_makes_it_and_then_the_squares_are(stages):
+def test_the_greatest_cost_is_as_small_as_any_cut_makes_it(stages):
     whole = modules(9, vocab_size=3000)
     names = [module.name for module in whole]
     found = stage_costs(whole, split_stages(whole, stages, pipeline(stages)))
