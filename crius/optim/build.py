@@ -166,13 +166,18 @@ def _torch_groups(groups: list[ParameterGroup], config: OptimizerConfig) -> list
     ]
 
 
-def _memory(groups: list[ParameterGroup], storage: Storage, config: OptimizerConfig) -> str:
-    """Memory of this rank between two steps, for the log. Gradients have the dtype of the weights."""
-    states = sum(
+def state_bytes(groups: list[ParameterGroup], storage: Storage) -> int:
+    """Bytes of the states of all parameters on this rank."""
+    return sum(
         storage.state_bytes(parameter, 1 if group.optimizer == "muon" else len(MOMENTS))
         for group in groups
         for parameter in group.members
     )
+
+
+def _memory(groups: list[ParameterGroup], storage: Storage, config: OptimizerConfig) -> str:
+    """Memory of this rank between two steps, for the log. Gradients have the dtype of the weights."""
+    states = state_bytes(groups, storage)
     weights = nbytes(parameter for group in groups for parameter in group.members)
     dtypes = {parameter.dtype for group in groups for parameter in group.members}
     is_rounded = torch.bfloat16 in dtypes or config.state_dtype == "bfloat16"

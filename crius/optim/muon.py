@@ -82,9 +82,10 @@ class Holders:
         if self.size == 1:
             assert whole is not None
             return [whole]
-        given = [] if whole is None else [place.of(whole).reshape(-1) for place in self._places(matrices[self._me])]
+        given = [like.new_empty(0)]
+        if whole is not None:
+            given = [place.of(whole).reshape(-1) for place in self._places(matrices[self._me])]
         mine = [self._places(matrix)[self._me] for matrix in matrices]
-        given += [like.new_empty(0)] * (self.size - len(given))
         sizes = [math.prod(place.shape) for place in mine] + [0] * (self.size - len(mine))
         received = self._exchange(given, sizes)
         return [part.view(place.shape) for part, place in zip(received, mine, strict=False)]

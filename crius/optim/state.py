@@ -182,8 +182,7 @@ def _lower(kept: EightBit, numbers: Tensor, has_scale: bool) -> None:
         kept.save(slice(0, numbers.numel()), numbers, None, None)
         return
     scale = kept.scale.repeat_interleave(BLOCK)[: numbers.numel()]
-    shares = torch.where(scale > 0, numbers / scale, torch.zeros_like(numbers))
     middles = (kept.table[1:] + kept.table[:-1]) / 2
-    codes = torch.bucketize(shares, middles).to(torch.uint8)
+    codes = torch.bucketize(numbers / scale, middles).to(torch.uint8)
     # a scale of 0 makes any code 0: a block that was never written keeps its initial code
     kept.codes[: numbers.numel()] = torch.where(scale > 0, codes, kept.codes[: numbers.numel()])

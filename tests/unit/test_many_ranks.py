@@ -179,7 +179,7 @@ def test_matrices_are_gathered_one_on_each_rank_and_spread_again(names, monkeypa
     def exchange(received, given, sizes, given_sizes, group):
         sent = group.gather_json(given.split(given_sizes))
         mine = [pieces[group.rank] for pieces in sent]
-        assert [piece.numel() for piece in mine] == sizes
+        assert [piece.numel() for piece in mine] == sizes and len(sizes) == len(given_sizes) == 3
         received.copy_(torch.cat(mine))
 
     monkeypatch.setattr(muon.dist, "all_to_all_single", exchange)
@@ -203,7 +203,9 @@ def test_matrices_are_gathered_one_on_each_rank_and_spread_again(names, monkeypa
 
 @pytest.mark.parametrize(("sizes", "group"), [((1, 4), "axis 1"), ((1, 1), "axis 0"), ((2, 2), [0, 1, 2, 3])])
 def test_holders_on_one_long_axis_use_its_group(sizes, group, monkeypatch):
-    monkeypatch.setattr(muon.dist, "new_group", lambda ranks, use_local_synchronization: ranks)
+    monkeypatch.setattr(
+        muon.dist, "new_group", lambda ranks, use_local_synchronization: ranks * use_local_synchronization
+    )
     mesh = SimpleNamespace(ndim=2, size=sizes.__getitem__, get_group="axis {}".format)
     assert muon._group(mesh, [0, 1, 2, 3]) == group
 

@@ -99,6 +99,7 @@ def test_decay_longer_than_what_the_warmup_leaves_is_clamped_and_said(caplog):
 
 def test_a_schedule_that_fits_says_nothing(caplog):
     factors(10, warmup_steps=2, decay_ratio=0.8)
+    factors(10, warmup_steps=10)
     assert not caplog.messages
 
 

@@ -1,6 +1,5 @@
 """Moments and weights in fewer bits, stochastic rounding, Muon, and parameters with settings of their own."""
 
-import copy
 import logging
 import math
 from dataclasses import replace
@@ -13,8 +12,9 @@ from torch import nn
 from crius.config.param_groups import parse_group
 from crius.config.training import OptimizerConfig
 from crius.models import registry
+from crius.optim import build as build_module
 from crius.optim import muon, storage
-from crius.optim.build import IMPLEMENTATIONS, build_optimizer, parameter_groups
+from crius.optim.build import IMPLEMENTATIONS, build_optimizer, parameter_groups, state_bytes
 from crius.optim.state import fill_copies, to_load, to_save
 from crius.optim.storage import places_of, random_bits, round_to_bfloat16, stream
 
@@ -116,6 +116,9 @@ def test_a_state_that_is_saved_is_loaded_to_the_last_bit(name, state_dtype):
     loaded = to_save(other, names)
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+    exact, theirs = trained(3, name=name)
+    for key, value in to_save(theirs, {parameter: key for key, parameter in exact.items()}).items():
+        assert (saved[key].float() - value).norm() <= 0.02 * value.norm(), key
 
 
 def test_a_state_without_scales_gets_those_of_its_blocks():
@@ -187,19 +190,11 @@ def test_small_parameters_keep_float32_moments_in_8_bit_runs():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit"])
 def test_the_memory_that_is_printed_is_the_memory_that_is_taken(state_dtype, name, dtype, caplog, monkeypatch):
-    monkeypatch.setattr("crius.optim.build._memory", lambda groups, store, config: f"{bytes_of(groups, store)}")
+    monkeypatch.setattr(build_module, "_memory", lambda groups, store, config: f"{state_bytes(groups, store)}")
     with caplog.at_level(logging.INFO, logger="crius.optim"):
         _, optimizer = trained(1, dtype, name=name, state_dtype=state_dtype)
     held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     assert caplog.messages[-1] == f"optimizer: {held}"
-
-
-def bytes_of(groups, store):
-    return sum(
-        store.state_bytes(parameter, 1 if group.optimizer == "muon" else 2)
-        for group in groups
-        for parameter in group.members
-    )
 
 
 @pytest.mark.parametrize("config", [{}, {"state_dtype": "bfloat16"}, {"state_dtype": "8bit"}, {"name": "muon"}])
@@ -234,7 +229,7 @@ def test_a_step_that_the_device_skips_changes_nothing(name, state_dtype, dtype):
 def test_a_loaded_state_goes_on_as_if_it_had_not_stopped(name, state_dtype, dtype):
     config = {"name": name, "state_dtype": state_dtype}
     parameters, optimizer = trained(2, dtype, **config)
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = optimizer.state_dict()  # not copied: both go on from it
     again = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
     loaded = build(again, **config)
     loaded.load_state_dict(saved)
@@ -280,6 +275,18 @@ def test_rounding_gives_the_two_neighbours_and_the_right_mean(value, field):
     assert abs(found.mean() - values[0].double()) < 4 * (high - low) / 2 / math.sqrt(values.numel())
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_no_two_tensors_of_a_step_are_rounded_by_the_same_bits(name, monkeypatch):
+    fields = []
+    rounding = lambda values, bits, field: fields.append(field) or values  # noqa: E731
+    monkeypatch.setattr(storage, "round_to_bfloat16", rounding)
+    weight = {MATRICES[0]: toy(torch.bfloat16)[MATRICES[0]]}
+    optimizer = build(weight, name=name, state_dtype="bfloat16")
+    set_gradients(weight, 0)
+    optimizer.step()
+    assert len({*fields}) == len(fields) == (3 if name == "adamw" else 2)
+
+
 def test_what_bfloat16_has_stays():
     values = torch.tensor([0.0, -0.0, 1.0, -2.5, 2.0**-133, 3.3895e38, math.inf, -math.inf, math.nan])
     values = values.to(torch.bfloat16).float().repeat(1000)
@@ -312,6 +319,7 @@ def test_places_of_a_shard_are_those_in_the_whole(rows, columns):
     offset = (rows[0], columns[0])
     assert torch.equal(places_of(0, want.numel(), want.shape, offset, (8, 6), CPU), want.reshape(-1))
     assert torch.equal(places_of(2, 5, want.shape, offset, (8, 6), CPU), want.reshape(-1)[2:5])
+    assert places_of(0, 1, (), (), (), CPU).tolist() == [0]
 
 
 def test_small_updates_are_lost_to_nearest_and_kept_stochastically():
@@ -397,6 +405,7 @@ def test_muon_is_for_the_matrices_inside_blocks_and_adamw_for_the_rest():
         model = registry.build(SMALL)
     config = OptimizerConfig(name="muon")
     groups = {group.name: group for group in parameter_groups(model.named_parameters(), SMALL.plan, config)}
+    assert [*groups] == ["decayed", "embeddings", "1d", "muon"]
     assert groups["muon"].optimizer == "muon" and len(groups["muon"].members) == 2 * 7
     assert all(name.startswith("layers.") and "norm" not in name for name in groups["muon"].members.values())
     assert {name for name, group in groups.items() if group.optimizer == "adamw"} == {"decayed", "embeddings", "1d"}
@@ -407,9 +416,11 @@ def test_muon_leaves_routers_to_adamw():
     facts = registry.SPECS["qwen3_moe"].describe("debug")
     with torch.device("meta"):
         model = registry.build(facts)
-    groups = parameter_groups(model.named_parameters(), facts.plan, OptimizerConfig(name="muon"))
-    by_name = {name: group.optimizer for group in groups for name in group.members.values()}
-    assert {by_name[name] for name in by_name if name.endswith("router.weight")} == {"adamw"}
+    groups = parameter_groups(model.named_parameters(), facts.plan, OptimizerConfig(name="muon", weight_decay=0.5))
+    found = [(group.name, group.optimizer, group.weight_decay) for group in groups]
+    decayed = [("decayed", "adamw", 0.5), ("router", "adamw", 0.5)]
+    assert found == [*decayed, ("embeddings", "adamw", 0.0), ("1d", "adamw", 0.0), ("muon", "muon", 0.5)]
+    assert {name.rpartition("router")[1:] for name in groups[1].members.values()} == {("router", ".weight")}
 
 
 # --- settings of single parameters
@@ -428,16 +439,19 @@ def test_the_first_entry_that_fits_a_parameter_counts(caplog):
         )
     names = {parameter: name for name, parameter in parameters.items()}
     found = {
-        names[parameter]: (group["name"], group["lr_factor"], group["weight_decay"], "momentum" in group)
+        names[parameter]: (
+            *(group["name"], group["lr"] / LR, group["lr_factor"], group["weight_decay"]),
+            "momentum" in group,
+        )
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
     assert found == {
-        "tok_embeddings.weight": ("embeddings", 1.0, 0.0, False),
-        "layers.0.attention.wq.weight": ("attention.*/decayed", 0.5, 0.1, False),
-        "layers.0.attention.wo.weight": ("wo/muon", 1.0, 0.25, True),
-        "layers.0.attention_norm.weight": ("attention_norm.weight/1d", 1.0, 0.5, False),
-        "output.weight": ("decayed", 1.0, 0.1, False),
+        "tok_embeddings.weight": ("embeddings", 1.0, 1.0, 0.0, False),
+        "layers.0.attention.wq.weight": ("attention.*/decayed", 0.5, 0.5, 0.1, False),
+        "layers.0.attention.wo.weight": ("wo/muon", 1.0, 1.0, 0.25, True),
+        "layers.0.attention_norm.weight": ("attention_norm.weight/1d", 1.0, 1.0, 0.5, False),
+        "output.weight": ("decayed", 1.0, 1.0, 0.1, False),
     }
     same = build(parameters, param_groups=("wq: lr_factor=0.5", "wo: lr_factor=0.25"))
     assert [group["lr_factor"] for group in same.param_groups] == [1.0, 1.0, 1.0, 0.5, 0.25]
