@@ -2,6 +2,8 @@
 
 import errno
 import os
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -245,8 +247,23 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path):
 
 
 def test_free_space_is_known_before_the_folder_is_there(tmp_path):
-    assert open_disk(str(tmp_path / "a" / "b")).free_bytes() > 0
+    disk = open_disk(str(tmp_path / "a" / "b"))
+    assert disk.free_bytes() == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
     assert open_disk("memory://x").free_bytes() is None
+    disk.prepare("step-00000001")
+    assert disk.folders() == ["step-00000001"]
+
+
+@pytest.mark.parametrize(("code", "is_fine"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_file_system_may_be_unable_to_sync_folders(code, is_fine, tmp_path):
+    def fail(name, args):
+        if Path(f"/proc/self/fd/{args[0]}").is_dir():
+            raise OSError(code, os.strerror(code))
+
+    with patched("fsync", fail):
+        with nullcontext() if is_fine else pytest.raises(CheckpointError, match="cannot be written: Input/output"):
+            local(tmp_path, 20)
+    assert open_disk(str(tmp_path)).committed() == [20] * is_fine
 
 
 @pytest.mark.parametrize("url", ["{tmp}", "file://{tmp}", "memory://bucket/run"])

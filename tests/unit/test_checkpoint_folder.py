@@ -38,6 +38,7 @@ def test_two_good_checkpoints_stay_in_ten_thousand_random_histories():
         (2, 0, [10, 20, 30, 40]),
         (0, 0, [10, 20, 30, 40]),
         (2, 20, [10, 30]),
+        (2, 1, []),
         (6, 0, []),
     ],
 )

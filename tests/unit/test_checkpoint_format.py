@@ -17,6 +17,7 @@ from crius.checkpoint.files import Part, write_shard
 from crius.checkpoint.folder import damages, extra_files, read_manifest
 from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, Chunk, FileEntry, Manifest, TensorEntry, digest_of
 from crius.checkpoint.pieces import stored
+from crius.checkpoint.plain import DTYPES
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover
 from crius.errors import CheckpointError
 
@@ -54,6 +55,7 @@ def test_every_tensor_starts_at_a_multiple_of_its_item(tmp_path):
     parts = [Part(f"{n}", t, (3,), lambda t=t: memoryview(bytes(3 * ITEM_BYTES[t]))) for n, t in enumerate(dtypes)]
     entry, places = write_shard(disk, "step-00000001.tmp-a/x.safetensors", parts, lambda: None)
     assert all(begin % ITEM_BYTES[part.dtype] == 0 for part, (begin, _, _) in zip(parts, places, strict=True))
+    assert all(ITEM_BYTES[name] == dtype.itemsize for name, dtype in DTYPES.items())
     data = (tmp_path / "step-00000001.tmp-a/x.safetensors").read_bytes()
     assert (entry.size, entry.digest) == (len(data), digest_of(data))
     assert [digest_of(data[begin:end]) for begin, end, _ in places] == [digest for _, _, digest in places]
@@ -63,13 +65,17 @@ def test_a_file_is_written_and_read_in_blocks_with_a_beat_for_each(tmp_path):
     numbers = np.random.default_rng(0).integers(0, 256, 3 * BLOCK_BYTES + 5, dtype=np.uint8)
     disk, beats = open_disk(str(tmp_path)), []
     disk.prepare("step-00000001")
-    parts = [Part("w", "U8", numbers.shape, lambda: memoryview(numbers))]
-    entry, [(begin, end, digest)] = write_shard(disk, "step-00000001/x", parts, lambda: beats.append(1))
-    assert len(beats) == 4
-    chunk = Chunk("x", begin, end, (0,), numbers.shape, digest)
-    manifest = Manifest(1, "", {}, {}, "1", 1, "", {"x": entry}, {"w": TensorEntry("U8", numbers.shape, (chunk,))})
+    cut = np.split(numbers, [BLOCK_BYTES + 1, BLOCK_BYTES + 4])
+    parts = [Part(f"{n}", "U8", part.shape, lambda part=part: memoryview(part)) for n, part in enumerate(cut)]
+    entry, places = write_shard(disk, "step-00000001/x", parts, lambda: beats.append(1))
+    assert len(beats) == 2 + 1 + 3
+    tensors = {
+        part.key: TensorEntry("U8", part.shape, (Chunk("x", begin, end, (0,), part.shape, digest),))
+        for part, (begin, end, digest) in zip(parts, places, strict=True)
+    }
+    manifest = Manifest(1, "", {}, {}, "1", 1, "", {"x": entry}, tensors)
     assert damages(disk, "step-00000001", manifest, ["x"], lambda: beats.append(1)) == []
-    assert len(beats) == 8
+    assert len(beats) == 6 + 4
 
 
 @pytest.mark.parametrize(
@@ -217,12 +223,14 @@ HOSTILE = {
     **{f"size {size}": record(files={"a": [size, "0" * 32]}) for size in (-1, True, 1.0, "1", None, 2**61, [1])},
     **{f"hash {text!r}": record(files={"a": [1, text]}) for text in ("", "0" * 31, "G" * 32, "0" * 33, 0, None)},
     **{f"step {step}": record(step=step) for step in (-1, True, 10**15, "1", 1.5)},
+    **{f"{number} ranks": record(num_ranks=number) for number in (-1, True, "1", 10**7 + 1)},
     "no files": record(files=[]),
     "a row too short": record(files={"a": [1]}),
     "a key more": record(extra=1),
     "another format": record(format="other"),
     "escape in a name": record(tensors=tensor(row(), name="\x1b[2Jw")),
     "surrogate in a name": record(tensors=tensor(row(), name="\ud800")),
+    "empty name": record(tensors=tensor(row(), name="")),
     "long name": record(tensors=tensor(row(), name="w" * 1025)),
     "escape in the layout": record(layout="\x1b]0;x\x07"),
     "config is no object": record(config=[]),
@@ -231,7 +239,7 @@ HOSTILE = {
     "negative dim": record(tensors=tensor(row(), shape=(-4, -4))),
     "huge shape": record(tensors=tensor(row(), shape=(2**59, 2**59))),
     "hash of a part": record(tensors=tensor(row(digest="G" * 32))),
-    "many dims": record(tensors=tensor(row(), shape=(1,) * 17)),
+    "many dims": record(tensors=tensor(row(end=12, offset=(0,) * 17, shape=(1,) * 17), shape=(1,) * 17)),
     "file of no list": record(tensors=tensor(row(file="c.safetensors"))),
     "part outside its folder": record(tensors=tensor(row(file="../a.safetensors"))),
     "begin below 0": record(tensors=tensor(row(begin=-8, end=56))),
@@ -267,11 +275,16 @@ def test_a_hostile_manifest_is_refused(text):
 def test_a_manifest_of_the_same_kind_that_is_right_is_taken():
     both = {
         **tensor(row(end=40, shape=(2, 4)), row(begin=40, offset=(2, 0), shape=(2, 4))),
-        **tensor(shape=(0,), name="v"),
+        **tensor(row(begin=20, end=20, offset=(0,), shape=(0,)), shape=(0,), name="v"),
+        **tensor(row(begin=72, end=76, offset=(0,) * 16, shape=(1,) * 16), shape=(1,) * 16, name="n" * 1024),
     }
-    found = Manifest.decode(rehashed(record(tensors=both)), "m")
-    assert found.tensors["w"].shape == (4, 4)
-    assert len(found.tensors["w"].chunks) == 2
+    files = {**FILES, "empty": [0, "0" * 32], "large": [2**60, "0" * 32]}
+    most = {"step": 10**15 - 1, "num_ranks": 10**7, "run_id": "", "versions": {"x": ""}}
+    found = Manifest.decode(rehashed(record(tensors=both, files=files, **most)), "m")
+    assert {name: (len(one.shape), len(one.chunks)) for name, one in found.tensors.items()} == {
+        **{"w": (2, 2), "v": (1, 1), "n" * 1024: (16, 1)}
+    }
+    assert {name: getattr(found, name) for name in most} == most and found.files["large"].size == 2**60
 
 
 def test_a_newer_manifest_is_refused_with_the_reason():
@@ -283,8 +296,10 @@ def test_a_newer_manifest_is_refused_with_the_reason():
 
 def test_a_manifest_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     disk = local(tmp_path, 20)
-    monkeypatch.setattr("crius.checkpoint.folder.MAX_MANIFEST_BYTES", 100)
-    assert "the limit is 100" in problems(disk, STEP)[0]
+    size = disk.size(f"{STEP}/manifest.json")
+    for limit in (size, size - 1):
+        monkeypatch.setattr("crius.checkpoint.folder.MAX_MANIFEST_BYTES", limit)
+        assert [f"the limit is {limit:,}" in line for line in problems(disk, STEP)] == [True] * (limit < size)
 
 
 @pytest.mark.parametrize("seed", range(30))

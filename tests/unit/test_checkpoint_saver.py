@@ -4,7 +4,9 @@ import contextlib
 import functools
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +44,10 @@ def head(step):
 
 def tensors_of(step):
     return {"model.w": torch.full((64, 3), float(step)), "optim.w.step": torch.tensor(float(step))}
+
+
+BYTES = 64 * 3 * 4 + 4
+"""Bytes of these tensors."""
 
 
 def save(saver, step, **more):
@@ -107,6 +113,38 @@ def test_an_async_save_does_not_hold_up_training(tmp_path):
     assert loaded(tmp_path) == 1
 
 
+@pytest.mark.parametrize(("mode", "total", "waited", "blocked"), [("sync", 6, 6, 6), ("async", 14, 6, 9)])
+def test_the_time_of_a_save_and_what_training_waited_for_it_are_counted(mode, total, waited, blocked, tmp_path, caplog):
+    """The three exchanges of a plan take 6 s, training computes for 5 s, then it waits for 3 s."""
+    now, release, sleep = [0.0], threading.Event(), save_module.time.sleep
+
+    def take(seconds, value=None):
+        now[0] += seconds
+        return [value]
+
+    def rest(seconds):
+        take(0 if release.is_set() else 3)
+        release.set()
+        sleep(seconds)
+
+    saver = saver_in(tmp_path, mode=mode, beat=lambda: release.wait(20 if mode == "async" else 0) and None)
+    assert saver.blocked_seconds == 0
+    release.set()
+    save(saver, 0, wait=True)
+    release.clear()
+    saver._place = replace(saver._place, gather=lambda value: take(2, value))
+    saver._planner._planned = None
+    before = saver.blocked_seconds
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO", "crius.checkpoint"):
+        patch.setattr(save_module.log.parent, "propagate", True)
+        patch.setattr(save_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=rest))
+        save(saver, 1)
+        take(5)
+        saver.wait()
+    assert saver.blocked_seconds - before == pytest.approx(blocked)
+    assert f" {total}.00 s in all, training waited {waited}.00 s ({mode})" in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_failed_save_is_counted_and_the_next_one_is_good(mode, tmp_path):
     broken = [True]
@@ -126,11 +164,12 @@ def test_a_failed_save_is_counted_and_the_next_one_is_good(mode, tmp_path):
     assert (saver.failures, loaded(tmp_path)) == (0, 3)
 
 
-def test_a_disk_without_room_is_known_before_anything_is_written(tmp_path, monkeypatch):
-    saver = saver_in(tmp_path)
-    monkeypatch.setattr(type(saver._folder.disk), "free_bytes", lambda self: 100)
+@pytest.mark.parametrize("free", [BYTES - 1, BYTES])
+def test_a_disk_without_room_is_known_before_anything_is_written(free, tmp_path, monkeypatch):
+    saver = saver_in(tmp_path, mode="sync")
+    monkeypatch.setattr(type(saver._folder.disk), "free_bytes", lambda self: free)
     save(saver, 1)
-    assert "MiB free" in saver.last_error and list(tmp_path.iterdir()) == []
+    assert ("MiB free" in saver.last_error, list(tmp_path.iterdir()) == []) == ((free < BYTES,) * 2)
 
 
 def test_copies_that_do_not_fit_into_memory_are_not_made(tmp_path, monkeypatch, caplog):
@@ -142,15 +181,17 @@ def test_copies_that_do_not_fit_into_memory_are_not_made(tmp_path, monkeypatch, 
     assert "saving in sync" in caplog.text
 
 
-@pytest.mark.parametrize(("on_gpu", "is_enough"), [(False, True), (True, False)])
-def test_page_locked_copies_take_the_next_power_of_two(on_gpu, is_enough, tmp_path, monkeypatch):
-    """Weights of 768 and a count of 4 bytes; on a GPU torch's allocator takes 1,024 and 4."""
+@pytest.mark.parametrize(("on_gpu", "needed"), [(False, 2 * BYTES), (True, 2 * (1024 + 4))])
+@pytest.mark.parametrize("is_enough", [False, True])
+def test_page_locked_copies_take_the_next_power_of_two(on_gpu, needed, is_enough, tmp_path, monkeypatch):
+    """Weights of 768 and a count of 4 bytes on each of two ranks; on a GPU torch's allocator takes 1,024 and 4."""
 
     class Weight(torch.Tensor):
         is_cuda = on_gpu
 
-    monkeypatch.setattr(save_module, "free_host_bytes", lambda: 900)
+    monkeypatch.setattr(save_module, "free_host_bytes", lambda: needed + is_enough)
     saver = saver_in(tmp_path, mode="async")
+    saver._place = replace(saver._place, ranks_here=2)
     tensors = {name: tensor.as_subclass(Weight) for name, tensor in tensors_of(1).items()}
     saver._planner.agree(tensors, 0, alone)
     assert saver._has_memory() == is_enough
@@ -210,7 +251,8 @@ def test_copies_of_a_gpu_are_awaited_by_what_changes_and_by_what_writes_the_tens
         monkeypatch.setattr(torch.cuda, name, mock)
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
     saver = saver_in(tmp_path, beat=lambda: release.wait(20) or None, mode="async")
-    tensors = {name: tensor.as_subclass(OnGpu) for name, tensor in tensors_of(5).items()}
+    tensors = tensors_of(5)  # the count is on the host
+    tensors["model.w"] = tensors["model.w"].as_subclass(OnGpu)
     saver.save(5, tensors, {"train": {"step": 5}}, head(5))
     assert waits == ["side for main"]
     if changes:
@@ -321,8 +363,9 @@ def test_progress_is_told_and_asked_for_twice_a_second_at_most():
     assert len(told) == 12  # each write is a beat of the rank itself
     assert heard == [(0.0, 7, True), (0.5, 7, True), (1.0, 7, True), (1.5, 7, False)]
     asked = []
-    save_module.Progress(7, store, "p", None, lambda rank, _: asked.append(rank), lambda: now).wait()
-    assert asked == [0], "rank 0 has not read the part of the rank that it waits for"
+    for prefix in ("p", "nothing is missing yet"):
+        save_module.Progress(7, store, prefix, None, lambda rank, _: asked.append(rank), lambda: now).wait()
+    assert asked == [0, 0], "rank 0 has not read the part of the rank that it waits for"
 
 
 def test_retention_keeps_the_newest_and_every_nth(tmp_path):
@@ -350,9 +393,10 @@ def test_a_parameter_is_filled_without_a_gradient(tmp_path):
 
 def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
     save(saver_in(tmp_path, mode="sync"), 3)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 4") as caught:
-        found_in(tmp_path, 4)
-    assert caught.value.fix == "--checkpoint.load_step 3"
+    for step in (0, 4):
+        with pytest.raises(CheckpointError, match=f"no checkpoint of step {step}") as caught:
+            found_in(tmp_path, step)
+        assert caught.value.fix == "--checkpoint.load_step 3"
 
 
 def lose_manifest(place):
@@ -364,13 +408,21 @@ def become_a_link(place):
     place.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize("lose", [lose_manifest, become_a_link])
-def test_a_checkpoint_without_manifest_is_fallen_back_from_and_alone_it_is_no_place_to_start_anew(lose, tmp_path):
+def gain_a_file(place):
+    (place / "x").touch()
+
+
+@pytest.mark.parametrize("lose", [lose_manifest, become_a_link, gain_a_file])
+def test_a_checkpoint_without_manifest_is_fallen_back_from_and_alone_it_is_no_place_to_start_anew(
+    lose, tmp_path, caplog
+):
     saver = saver_in(tmp_path, mode="sync")
     save(saver, 1)
     save(saver, 2)
     lose(tmp_path / "step-00000002")
     assert loaded(tmp_path) == 1
+    words = ("IS DAMAGED", "FALLING BACK to step 1; step 2 damaged")
+    assert [word in line for word, line in zip(words, caplog.messages, strict=True)] == [True, True]
     (tmp_path / "step-00000001" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="is good; damaged: step 2, 1"):
         found_in(tmp_path)

@@ -37,18 +37,18 @@ GOOD = {
 }
 PLACES = {
     "train.step": ("absent", None, True, -1, 0, 19, 21, 10**12, 1e3, "20", [20], {}),
-    "train.tokens": (None, False, -1, 10**30, 10**18, 1.5, "\x1b[2J"),
+    "train.tokens": (None, False, -1, 10**30, 10**16 + 1, 1.5, "\x1b[2J"),
     "train.updates": (21, "19", -1, 18, 20),
     "train.skipped_steps": (21, None, 0),
     "train.rolled_back_steps": (1,),
     "train": ("absent", None, [], 7, "x"),
-    "lr": (None, 0.1, {"last": "0.1"}, {"next": 1e300}, {"last": -1e-4}, {"next": -1}),
+    "lr": (None, 0.1, {"last": "0.1"}, {"next": 1.5e100}, {"last": -1e-4}, {"next": -1}),
     "data": (None, [], 0, {}),
     "data.step": ("absent", 3, STEP - 1, STEP + 1, None, 20.0),
     "data.next_sample": ("absent", -1, 10**19, 10**18, True, 1.0, 155, 157, 164),
     "data.since": (None, [2, 12, 8], [2, 12, 0, 0], [2, 12, 8, 150], [2, 13, 8, 0], [21, 164, 8, 0], [2, 12, "8", 0]),
     "data.source": ("absent", None, 7, "a\x1b[2Jb", "a\nb", "x" * 2000, "text, 4 files"),
-    "data.cursors": ("absent", [], None, {"x": [0, 0, 0]}, {"-1": [0, 0, 0]}, {"0": [0, 0]}, {"0": "abc"}),
+    "data.cursors": ("absent", [], None, {"x": [0, 0, 0]}, {"-1": [0, 0, 0]}, {"0": [0, 0]}, {"0" * 10: [0] * 3}),
     "data.cursors.0": (
         [0, 0, -1],
         [0, 0, None],
@@ -152,8 +152,14 @@ def test_what_a_run_counts_on_from_a_state_that_was_read_can_be_saved():
 def test_a_state_that_a_run_writes_is_taken_whole(folder):
     at_the_end = {"next_sample": 150, "since": [2, 12, 8, 150]}
     older = {key: value for key, value in GOOD["data"].items() if key != "since"}
-    states = [GOOD, GOOD | {"data": GOOD["data"] | at_the_end}, GOOD | {"data": older}]
-    for state in (*states, GOOD | {"run": {"threads": 2}}, {"train": {"step": STEP}}):
+    shard = {"cursors": {"9" * 9: [0, 0, 0]}}
+    states = [GOOD, *(GOOD | {"data": data} for data in (GOOD["data"] | at_the_end, older, GOOD["data"] | shard))]
+    states += [
+        GOOD | {"run": {"threads": 2}},
+        {"train": {"step": STEP}, "ledger": {"command": "x" * 1024, "seconds": {}}},
+    ]
+    skipped = [{}, {"updates": STEP}, {"skipped_steps": 1}, {"skipped_steps": STEP, "updates": 0}, {"tokens": 10**16}]
+    for state in (*states, *({"train": {"step": STEP} | counts} for counts in skipped)):
         put(folder, encode_state(state, STEP))
         assert found_in(folder).state == state
 
@@ -173,7 +179,10 @@ def test_data_of_any_name_can_be_saved_and_resumed(folder, name):
 
 
 def test_no_state_is_saved_that_a_resume_would_refuse():
-    for state in ({}, {"train": {"step": 19}}, GOOD | {"ledger": {"command": "", "seconds": {"x": float("nan")}}}):
+    encode_state({"train": {"step": STEP, "tokens": 10**18}}, STEP)
+    tables = ({}, {"step": 19}, {"step": STEP, "tokens": 10**18 + 1})
+    unknown = {"ledger": {"command": "", "seconds": {"x": float("nan")}}}
+    for state in ({}, GOOD | unknown, *({"train": table} for table in tables)):
         with pytest.raises(ValueError):
             encode_state(state, STEP)
 
