@@ -139,6 +139,7 @@ def test_the_two_settings_choose_start_and_end(tmp_path, source):
         texts = [text for i, text in enumerate(TEXTS) if i % 4 != 3] if source == "huggingface" else TEXTS
         places = expected(texts, corpus.tokenizer, start, end)[:, 1 if start == 1 else 0 :]
         assert wrong(corpus.train.read(range(100)), places) == (0, 0, 0), number
+        assert ("their end is not predicted" in corpus.description[0]) == (not add_eos)
     assert NO_LABEL == IGNORE_INDEX
 
 

@@ -133,6 +133,8 @@ def test_a_file_that_did_not_change_is_hashed_once_a_process_and_in_no_fork_of_i
     """Local ranks are forked from the process that opened the corpus."""
     monkeypatch.setattr(checked, "_whole", set())
     past = time.time_ns() - 10 * checked.SETTLED_NS
+    os.utime(folder / "tokens.bin", ns=(past, past))
+    assert checked._key(folder / "tokens.bin", "") is None  # its other time is of now
     monkeypatch.setattr(checked.time, "time_ns", lambda: past + 20 * checked.SETTLED_NS)
     hashed = []
     real = xxhash.xxh3_64_intdigest

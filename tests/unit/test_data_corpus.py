@@ -2,12 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
-from crius.data.corpus import open_corpus
+from crius.data.corpus import _cut, open_corpus
 from crius.data.prepare import prepare
 from crius.errors import DataError
 
@@ -54,9 +55,19 @@ def test_the_cut_is_at_a_document_unless_the_last_one_is_too_long(tmp_path):
     assert whole.held_out[""].first_token == round(5001 * 0.9)
 
 
+@pytest.mark.parametrize(
+    ("start", "seq_len", "cut"), [(90, 8, 90), (90, 9, 90), (90, 10, 80), (91, 5, 80), (85, 30, 80), (79, 8, 80)]
+)
+def test_the_last_documents_are_held_out_if_they_have_half_of_what_is_wanted_and_a_sequence(start, seq_len, cut):
+    starts = np.array([0, start])
+    between = lambda begins, ends: np.searchsorted(starts, (begins, ends))  # noqa: E731
+    file = SimpleNamespace(meta=SimpleNamespace(num_tokens=100), documents=starts, documents_between=between)
+    assert _cut(file, 0.2, seq_len) == cut
+
+
 def test_validation_on_or_off_trains_on_the_same_tokens(tmp_path):
     data = jsonl(tmp_path, documents(50))
-    off, on = (corpus(data, ValidationConfig(interval=interval)) for interval in (0, 5))
+    off, on = (corpus(data, ValidationConfig(interval=interval)) for interval in (0, 1))
     assert off.held_out == {} and list(on.held_out) == [""]
     assert off.train.last_token == on.train.last_token < on.train.file.meta.num_tokens
 
@@ -71,7 +82,10 @@ def test_validation_on_other_files_holds_nothing_out(tmp_path):
     other = jsonl(tmp_path, ["y" * 100], "b.jsonl").path
     opened = corpus(data, ValidationConfig(path=other))
     assert opened.train.last_token == opened.train.file.meta.num_tokens
-    assert set(opened.held_out[""].read(range(6))[0].ravel().tolist()) <= {ord("y"), 256}
+    held = opened.held_out[""]
+    assert set(held.read(range(6))[0].ravel().tolist()) <= {ord("y"), 256}
+    assert held.first_token == 0 and " in order" in held.identity
+    assert "held out of jsonl" in opened.description[-1]
     with pytest.raises(DataError, match=r"missing.jsonl does not exist(?s:.)*--validation.path"):
         corpus(data, ValidationConfig(path=("missing.jsonl",)))
 
@@ -110,6 +124,7 @@ def test_opening_again_gives_the_same(tmp_path):
     np.testing.assert_array_equal(one.train.read(range(9))[0], two.train.read(range(9))[0])
     assert one.train.identity == two.train.identity and one.description == two.description
     assert len(one.description) == 3 and "50 documents, 1,550 tokens" in one.description[0]
+    assert one.description[-1].endswith(" sequences held out")
 
 
 def test_a_prepared_folder_is_the_same_corpus(tmp_path):
@@ -182,7 +197,7 @@ def test_a_corpus_smaller_than_a_batch_says_the_counts(tmp_path):
 def test_a_fraction_outside_0_and_1_is_refused(tmp_path):
     for fraction in (0, 1, -0.1):
         with pytest.raises(DataError, match="--validation.fraction"):
-            corpus(jsonl(tmp_path, documents(50)), ValidationConfig(fraction=fraction))
+            corpus(jsonl(tmp_path, documents(50)), ValidationConfig(fraction=fraction, interval=1))
 
 
 def test_a_stream_is_a_corpus(tmp_path):
@@ -190,4 +205,5 @@ def test_a_stream_is_a_corpus(tmp_path):
     data = DataConfig(source="huggingface", path=(str(tmp_path),), virtual_shards=2)
     opened = corpus(data)
     assert opened.train.num_shards == 2 and opened.held_out[""].num_samples > 0
+    assert opened.train.num_samples == 0 and len(opened.description) == 2
     assert "2 times the download" in opened.description[0]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import fork_server
@@ -175,11 +176,24 @@ def test_the_key_is_the_content_not_the_path_or_the_time(tmp_path):
     assert other.tokens.tolist() == [98, 256]
 
 
-def test_another_tokenizer_or_field_is_another_entry(tmp_path):
-    data = jsonl(tmp_path, ["a"])
+def test_another_tokenizer_field_or_fate_of_bad_rows_is_another_entry(tmp_path):
+    data = jsonl(tmp_path, [])
+    Path(data.path[0]).write_text('{"text": "a", "body": "a"}\n')
     tok = ByteTokenizer()
     tok.fingerprint = "other"
-    assert open_cached(data, BYTE, tok).folder != open_cached(data, BYTE, ByteTokenizer()).folder
+    folders = {open_cached(data, BYTE, tok).folder}
+    for one in (data, replace(data, text_field="body"), replace(data, bad_rows="skip")):
+        folders.add(open_cached(one, BYTE, ByteTokenizer()).folder)
+    assert len(folders) == 4
+
+
+def test_the_hash_of_a_file_that_was_changed_just_now_is_not_kept(tmp_path, monkeypatch):
+    data = jsonl(tmp_path, ["a"])
+    os.utime(data.path[0], ns=(0, 0))  # its other time is of now
+    for is_settled in (False, True):
+        monkeypatch.setattr(cache, "SETTLED_NS", -(1 << 62) if is_settled else 60 * 10**9)
+        open_cached(data, BYTE, ByteTokenizer())
+        assert (tmp_path / "cache" / "index").exists() == is_settled
 
 
 @pytest.mark.parametrize("damage", ["tokens.bin", "documents.bin", "meta.json"])

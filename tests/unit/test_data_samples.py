@@ -85,7 +85,7 @@ def test_an_epoch_has_each_sample_once_and_whole(file, packing):
                 assert rows.labels[row, at:end].tolist() == [NO_LABEL, NO_LABEL, *tokens[3:], NO_LABEL]
                 assert rows.positions[row, at:end].tolist() == list(range(LENGTHS[number]))
                 at = end
-            assert (rows.labels[row, at:] == NO_LABEL).all()
+            assert (rows.labels[row, at:] == NO_LABEL).all() and not rows.tokens[row, at:].any()
             assert rows.positions[row, at:].tolist() == list(range(32 - at)), "all padding is one document"
     assert (data.num_long, data.num_empty, data.num_used) == (0, 2, 8)
     assert data.num_tokens == sum(LENGTHS) - 1 - 3 and data.num_targets == sum(LENGTHS) - 4 - 3 * 8
@@ -119,6 +119,7 @@ def test_the_identity_names_all_that_decides_what_a_sample_is(file, tmp_path):
     found = [source(file, **one).identity for one in options] + [source(other_mask).identity]
     assert len({*found}) == len(found)
     assert source(file).identity == found[0]
+    assert found[0].endswith(" samples [0, 10) packed 1, too long: truncate by 16 shuffled 0")
 
 
 def test_the_ends_of_documents_count_the_padding_once(file):
@@ -143,8 +144,9 @@ def test_a_damaged_mask_is_refused(file, tmp_path):
 
 
 def test_an_id_without_a_row_of_the_model_is_refused(file):
-    with pytest.raises(DataError, match=r"tokens.bin has id \d+, the model has 50 ids"):
-        source(file, seq_len=32, vocab_size=50).read([0, 1, 2])
+    with pytest.raises(DataError, match="tokens.bin has id 91, the model has 91 ids"):
+        source(file, seq_len=32, vocab_size=91).read(range(4))
+    source(file, seq_len=32, vocab_size=92).read(range(4))
 
 
 def test_what_is_trained_on_is_marked_and_nothing_acts_on_the_terminal(tmp_path):
@@ -214,6 +216,10 @@ def test_whole_conversations_are_held_out_and_only_answers_are_trained_on(chat):
     lines = opened.description
     assert "60 conversations" in lines[0] and "54 conversations" in lines[1] and "6 conversations" in lines[-1]
     assert f"(packed, {opened.train.padding:.1%} padding)" in lines[1]
+    assert " in order" in opened.held_out[""].identity
+    for fraction, number in ((0.001, 1), (0.999, 59)):  # never none, and never all
+        opened = corpus(chat, validation=ValidationConfig(fraction=fraction), global_batch_size=1)
+        assert opened.held_out[""].num_used == number
 
 
 def test_conversations_are_tokenised_once_for_each_template_and_setting(chat, monkeypatch):

@@ -67,6 +67,7 @@ def test_orders_are_those_of_runs_that_resume():
         2: [0, 1],
         5: [1, 3, 0, 2, 4],
         10: [1, 5, 9, 2, 4, 3],
+        16: [1, 5, 9, 11, 4, 3],
         300: [230, 41, 132, 124, 45, 112],
         1000: [230, 669, 903, 736, 438, 477],
         10**12: [450284904282, 523824098291, 325443701917, 528878611069, 358349553227, 168870055232],
@@ -138,7 +139,7 @@ def test_the_seed_chooses_the_order_and_no_shuffle_keeps_it(folder):
 def test_no_sample_where_there_is_no_room_for_one(folder):
     assert source(folder, 0, 16, seq_len=16).num_samples == 0
     assert source(folder, 0, 17, seq_len=16).num_samples == 1
-    assert source(folder, 0, 0, seq_len=16).num_samples == 0
+    assert [source(folder, 0, 0, seq_len=length).num_samples for length in (1, 16)] == [0, 0]
 
 
 def test_an_id_that_was_edited_in_is_named_with_file_sample_and_position(folder):
@@ -221,9 +222,13 @@ def test_meta_of_another_version_or_shape_is_refused(folder):
 def test_documents_in_disorder_with_right_hashes_are_refused(folder, whole_bytes, monkeypatch):
     monkeypatch.setattr(tokens, "WHOLE_BYTES", whole_bytes)
     starts = np.fromfile(folder / "documents.bin", "<i8")
-    swapped = np.concatenate([starts[:10], starts[11:9:-1], starts[12:]])
+    swapped, twice, late = (starts.copy() for _ in range(3))
+    swapped[10:12] = starts[11:9:-1]
+    twice[10] = starts[11]
+    late[-1] = len(np.fromfile(folder / "tokens.bin", "<u2"))
     # of two that are swapped within a sequence the order makes no difference
-    for changed in (starts[::-1], np.random.default_rng(0).permutation(starts), *([swapped] if whole_bytes else [])):
+    whole = (swapped, twice, late) if whole_bytes else ()
+    for changed in (starts[::-1], np.random.default_rng(0).permutation(starts), *whole):
         changed.tofile(folder / "documents.bin")
         meta = json.loads((folder / "meta.json").read_text())
         hashes = [BlockHasher(meta["block_bytes"]) for _ in range(3)]

@@ -19,7 +19,7 @@ from crius.config.data import TokenizerConfig
 from crius.data import tokenizer_files
 from crius.data.tokenizer import build_tokenizer
 from crius.data.tokenizer_conversion import TEXTS, convert, probes, read_tekken
-from crius.data.tokenizer_files import tokenizer_file
+from crius.data.tokenizer_files import read_tokenizer_files, tokenizer_file
 from crius.errors import CheckpointError, ConfigError, CriusError, DataError, EnvironmentError
 from crius.interop.weights import open_weights
 from crius.tools.convert.importing import import_model
@@ -174,7 +174,7 @@ HOSTILE = {
     ),
     "tekken_twice.json": (tekken(vocab=[{"rank": 0, "token_bytes": "QQ=="}] * 264), "not numbered from 0"),
     "tekken_long.json": (
-        tekken(vocab=[{"rank": 0, "token_bytes": "QUFB" * 400}], config={"default_vocab_size": 11}),
+        tekken(vocab=[*json.loads(tekken())["vocab"][:-1], {"rank": 263, "token_bytes": "QUFB" * 400}]),
         "a token has 1,200 bytes",
     ),
     "tekken_bytes.json": (tekken(config={"default_vocab_size": 30}), "no token for the byte 20"),
@@ -229,7 +229,9 @@ def test_a_damaged_conversion_is_made_again(sample, cache, here):
     file.write_text(file.read_text()[:1000])
     (cache / f"{file.parent.name}.partial").mkdir()  # of a process that was killed
     assert built(sample).encode("Hello").tolist() == want
-    assert len(entries(cache)) == 1
+    [entry] = entries(cache)
+    files = {name: (entry / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+    assert read_tokenizer_files(str(sample)) == files and read_tokenizer_files("byte") == {}
 
 
 def test_a_cache_that_cannot_be_written_is_named(sample, tmp_path, monkeypatch):
