@@ -170,6 +170,7 @@ class BatchLoader:
         self._next_sample: int
         self._begin_at(start_step, self._ended(start_step * global_batch_size))
         self._cursors = source.cursors(self._shards)
+        self._is_placed = False  # by the cursors of a state; those of this rank alone may all be at their start
         self._prefetcher: _Prefetcher | None = None
         self._closed = False
 
@@ -250,6 +251,7 @@ class BatchLoader:
         self._begin_at(int(state["step"]), int(state["next_sample"]))
         if state.get("since", [])[2:] == self._since[2:]:  # the run continues as it was
             self._since = state["since"]
+        self._is_placed = any(map(any, saved.values()))
         self.source.restore({shard: saved[shard] for shard in self._shards})
         self._cursors = self.source.cursors(self._shards)
 
@@ -259,7 +261,7 @@ class BatchLoader:
         self._begin_at(step, self._ended(step * self.global_batch_size))
 
     def _start(self) -> "_Prefetcher":
-        if self._shards and self._next_sample and not any(map(any, self._cursors.values())):
+        if self._shards and self._next_sample and not self._is_placed:
             raise DataError(
                 f"step {self.step} of a stream cannot be found without its cursors.",
                 why="a stream can be read from the start, or from the data state of a checkpoint",

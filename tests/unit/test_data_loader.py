@@ -130,7 +130,7 @@ def test_labels_are_the_next_tokens(source):
     batch = next(loader)
     assert batch.tokens_BT.shape == batch.labels_BT.shape == batch.positions_BT.shape == (B, T)
     assert {tensor.dtype for tensor in (batch.tokens_BT, batch.labels_BT, batch.positions_BT)} == {torch.int64}
-    assert torch.equal(batch.tokens_BT[:, 1:], batch.labels_BT[:, :-1])
+    assert torch.equal(batch.tokens_BT[:, 1:], batch.labels_BT[:, :-1]) and batch.ends_BM is None
     loader.close()
 
 
@@ -184,15 +184,15 @@ def test_another_batch_size_goes_on_with_the_next_sample(source):
 
 
 def test_a_batch_size_that_moves_the_ranks_keeps_the_shards_apart():
-    """24 samples in, 24 % 5 is not 0: rank r must still read the shards it has the cursors of."""
+    """4 samples in, 4 % 5 is not 0: rank r must read the shards it has the cursors of, rank 4 from their start."""
     make = lambda: StreamSource(stream().reader, num_shards=20, seq_len=T, identity="test")  # noqa: E731
-    first = loaders(make, 4, size=12)
-    seen = steps(first, 2)
+    first = loaders(make, 4, size=4)
+    seen = steps(first, 1)
     second = loaders(make, 5, size=10)
     for loader in second:
         loader.load_state_dict(merged(first))
     seen += steps(second, 2)
-    whole = loaders(make, 1, size=44)
+    whole = loaders(make, 1, size=24)
     assert {k: v for rows in seen for k, v in rows.items()} == steps(whole, 1)[0]
     close(first + second + whole)
 
@@ -236,7 +236,7 @@ def test_epochs_train_on_each_sample_as_often_wherever_the_run_resumes(file, sam
 def test_padding_keeps_its_place_among_virtual_shards(file):
     """Each shard has as many rows as in any other step, so that sums are the same on any number of ranks."""
     (loader,) = loaders(lambda: indexed(file), 1, end_sample=B + 3)
-    next(loader)
+    assert next(loader).grouped(4).sample_ids == (0, 4, 1, 5, 2, 6, 3, 7)
     grouped = next(loader).grouped(4)
     assert [number if number >= 0 else ~number for number in grouped.sample_ids] == [8, 12, 9, 13, 10, 14, 11, 15]
     assert [number >= 0 for number in grouped.sample_ids] == [True, False, True, False, True, False, False, False]
@@ -313,7 +313,11 @@ def test_microbatches_are_slices_and_must_divide(file):
     (loader,) = loaders(lambda: indexed(file), 1)
     batch = next(loader)
     parts = list(batch.microbatches(2))
-    assert len(parts) == 4 and sum((part.sample_ids for part in parts), ()) == batch.sample_ids
+    assert (
+        len(parts) == 4
+        and len([*batch.microbatches(1)]) == B
+        and sum((part.sample_ids for part in parts), ()) == batch.sample_ids
+    )
     assert torch.equal(torch.cat([part.labels_BT for part in parts]), batch.labels_BT)
     assert isinstance(batch.to("cpu"), Batch) and batch.to("cpu").tokens_BT is batch.tokens_BT
     for size in (0, 3, 16):
@@ -356,7 +360,7 @@ def test_validation_scores_the_same_sequences_on_any_number_of_ranks(file, num_s
         assert len({len(batches) for batches in ranks}) == 1
         rows = {}
         for batch in (batch for batches in ranks for batch in batches):
-            assert batch.tokens_BT.shape == (batch_size, T)
+            assert batch.tokens_BT.shape == (batch_size, T) and batch.ends_BM is None
             for row, sample_id in enumerate(batch.sample_ids):
                 if sample_id == -1:
                     assert (batch.labels_BT[row] == IGNORE_INDEX).all()
