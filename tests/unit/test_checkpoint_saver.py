@@ -116,7 +116,7 @@ def test_an_async_save_does_not_hold_up_training(tmp_path):
 @pytest.mark.parametrize(("mode", "total", "waited", "blocked"), [("sync", 6, 6, 6), ("async", 14, 6, 9)])
 def test_the_time_of_a_save_and_what_training_waited_for_it_are_counted(mode, total, waited, blocked, tmp_path, caplog):
     """The three exchanges of a plan take 6 s, training computes for 5 s, then it waits for 3 s."""
-    now, release, sleep = [0.0], threading.Event(), save_module.time.sleep
+    now, release, sleep = [100.0], threading.Event(), save_module.time.sleep
 
     def take(seconds, value=None):
         now[0] += seconds
