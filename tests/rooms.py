@@ -75,6 +75,8 @@ WRITTEN = (
 )
 FREQUENCIES = f"{FAMILIES}::test_frequencies_have_the_bits_of_transformers"
 UNKNOWN = "tests/unit/test_import.py::test_an_unknown_family_is_refused_with_all_keys_that_no_family_has"
+WINDOWS = "test_windows_end_where_rows_end_though_a_rank_has_half_of_the_sequence"
+BY_COLUMNS = "test_matrices_stored_by_columns_compute_the_same"
 OF_WORDS = ("gemma3", "olmo3", "smollm3", "granite", "phi3")
 """Cases of ``FAMILIES`` that have every word between them."""
 SIZES = "tests/unit/test_model.py::test_the_sizes_of_a_flavor_change_only_with_its_line"
@@ -203,10 +205,12 @@ ROOMS = {
                 f"{LOGITS}[gemma2]",
                 f"{LAYOUT}[gemma3 cp2+document]",
                 f"{LAYOUT}[gemma3 fsdp2]",
+                f"tests/unit/test_model.py::{WINDOWS}",
             ),
         ),
         "cpu/heap": ("test_tidied", "test_kernels"),
         "cpu/inductor": (*COMPILED[:1], ONEDNN),
+        "cpu/linear": ("test_kernels", f"tests/unit/test_decode.py::{BY_COLUMNS}"),
         "cpu": ("test_squared_norm", "test_blocked_attention", "test_kernels"),
         "linear_cross_entropy": ("test_linear_cross_entropy",),
         "grouped_mm": ("test_grouped_mm",),

@@ -1,13 +1,22 @@
 """Attention gives the same numbers by every backend, and takes the one that was chosen."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.kernels import attention
-from crius.kernels.attention import _compiled, causal_attention, document_mask, masked_attention
+from crius.kernels.attention import (
+    _compiled,
+    _softcapped_attention,
+    causal_attention,
+    document_mask,
+    masked_attention,
+)
 from crius.kernels.choice import Choice, applied
 
 FLASH, MATH, FLEX = (Choice(attention=(name,)) for name in ("flash", "math", "flex"))
@@ -41,18 +50,34 @@ def output_and_gradients(attend, inputs):
 @pytest.mark.parametrize("tokens", [1, 17, 256])
 def test_math_and_flash_compute_the_same(tokens):
     inputs = qkv(tokens)
-    with applied(FLASH):
-        flash = output_and_gradients(causal_attention, inputs)
-    with applied(MATH):
-        math = output_and_gradients(causal_attention, inputs)
-    torch.testing.assert_close(flash, math, rtol=1e-5, atol=1e-5)  # float32: another order of sums
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    want = output_and_gradients(lambda *inputs: _softcapped_attention(*inputs, mask, None, 0.0), inputs)
+    for chosen in (FLASH, MATH):
+        with applied(chosen):
+            found = output_and_gradients(causal_attention, inputs)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)  # float32: another order of sums
 
 
-@pytest.mark.parametrize(("chosen", "is_flash"), [(Choice(), True), (FLASH, True), (MATH, False)])
+@pytest.mark.parametrize(
+    ("chosen", "is_flash"),
+    [(Choice(), True), (FLASH, True), (MATH, False), (Choice(attention=("flex", "math")), False)],
+)
 def test_the_chosen_backend_runs(chosen, is_flash):
-    with applied(chosen), Operators() as seen:
-        causal_attention(*qkv(32))
-    assert any("flash_attention" in name for name in seen.names) == is_flash
+    mask = torch.ones(32, 32, dtype=torch.bool)
+    for attend in (causal_attention, lambda *inputs: masked_attention(*inputs, mask)):
+        with applied(chosen), Operators() as seen:
+            attend(*qkv(32))
+        assert any("flash_attention" in name for name in seen.names) == is_flash
+
+
+def test_backends_are_tried_in_the_order_of_the_choice_and_cudnn_takes_no_mask(monkeypatch):
+    told = []
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda *given, **more: told.append((*given, more)) or nullcontext())
+    with applied(Choice(attention=("cudnn", "math", "flash"))):
+        causal_attention(*qkv(8))
+        masked_attention(*qkv(8), torch.ones(8, 8, dtype=torch.bool))
+    cudnn, flash, math = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+    assert told == [([cudnn, math, flash], {"set_priority": True}), ([flash, math], {})]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +107,12 @@ def test_a_chosen_order_compiles_in_one_graph(chosen):
         torch.testing.assert_close(attend(*inputs), causal_attention(*inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 0.5])
-def test_flex_sees_what_the_dense_mask_shows(softcap):
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (0.5, 0), (0.0, 50)])
+def test_flex_sees_what_the_dense_mask_shows(softcap, window):
     inputs = [x.detach() for x in qkv(256)]
-    want = masked_attention(*inputs, document_mask(POSITIONS), softcap=softcap)
+    want = masked_attention(*inputs, document_mask(POSITIONS, window=window), softcap=softcap)
     with applied(FLEX):
-        blocks = document_mask(POSITIONS)
+        blocks = document_mask(POSITIONS, window=window)
         assert isinstance(blocks, BlockMask)
         got = masked_attention(*inputs, blocks, softcap=softcap)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # float32: another order of sums

@@ -22,6 +22,7 @@ MODELS = {
     "qwen3": {},
     "qwen3_tied": {"tied_embeddings": True},
     "llama3_imported": {"rope_float32": True},
+    "llama3_of_bounded_scores": {"words": '{"attention_softcap": 1.5}'},
 }
 # of the largest logit: float32 sums in another order
 SAME = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -66,12 +66,13 @@ def test_ends_say_what_the_dense_mask_shows(seed):
     assert count <= width < 2 * count and width & (width - 1) == 0
 
 
+@pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("seed", range(6))
-def test_attention_by_ends_and_its_gradients_are_those_of_the_dense_mask(seed):
+def test_attention_by_ends_and_its_gradients_are_those_of_the_dense_mask(seed, window):
     """Keys and values have fewer heads than queries, which torch 2.11 takes without being told."""
     batch = batch_of(documents(seed))
-    want = output_and_gradients(document_mask(batch.positions_BT))
-    got = output_and_gradients(document_mask(batch.positions_BT, batch.ends_BM))
+    want = output_and_gradients(document_mask(batch.positions_BT, window=window))
+    got = output_and_gradients(document_mask(batch.positions_BT, batch.ends_BM, window))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # float32: another order of sums
     other = output_and_gradients(document_mask(torch.arange(T).repeat(B, 1)))
     assert not torch.allclose(other[0], want[0], atol=1e-3)

@@ -79,6 +79,19 @@ def test_it_multiplies_each_group_with_its_matrix(groups, dtype):
     assert all((found[2][e] == 0).all() for e, rows in enumerate(groups) if rows == 0)
 
 
+@pytest.mark.parametrize(
+    ("groups", "widths", "count"),
+    [((3, 0, 5, 1), (8, 16), 3), ((1,), (8, 16), 3), ((0, 0), (8, 16), 0), ((3, 2), (8, 12), 0), ((3, 2), (12, 8), 0)],
+)
+def test_torchs_kernel_multiplies_rows_of_whole_16_bytes(groups, widths, count, monkeypatch):
+    monkeypatch.setattr(grouped_mm, "is_for_torch", lambda device_type, dtype: True)
+    given = inputs(groups, torch.bfloat16, *widths)
+    with OpNames() as ops:
+        found = run(grouped_linear, *given)
+    close(found, run(reference, *given), torch.bfloat16)
+    assert ops.names.count("aten::_grouped_mm") == count
+
+
 def test_a_gradient_is_the_derivative():
     x, weight, ends, _ = inputs((2, 0, 3), torch.float64, 2, 3)
     assert gradcheck(lambda x, weight: grouped_linear(x, weight, ends), (x, weight))

@@ -181,13 +181,36 @@ class Other(Tensor):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("to", [lambda x: x.bfloat16(), lambda x: x.as_subclass(Other)], ids=["bfloat16", "subclass"])
-def test_other_tensors_take_the_reference(name, to, taken):
+@pytest.mark.parametrize(
+    ("to", "count"),
+    [(lambda x: x.bfloat16(), 3), (lambda x: x.as_subclass(Other), 3), (lambda x: x.as_subclass(Other), 1)],
+    ids=["bfloat16", "subclass", "one subclass"],
+)
+def test_other_tensors_take_the_reference(name, to, count, taken):
     function, reference, inputs = case(name)
-    inputs = [to(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+    for place, x in enumerate(inputs[:count]):
+        inputs[place] = to(x.detach()).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
     got, want = run(function, inputs), run(reference, inputs)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert taken[name] == 0
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "want"),
+    [((2, 7), (9, 7), True), ((1, 1), (1, 1), True), ((7,), (9, 7), False), ((0, 7), (9, 7), False)]
+    + [((2, 7), (0, 7), False)],
+)
+def test_onednn_multiplies_matrices_that_are_not_empty(x, weight, want, fast):
+    assert linear.when(torch.empty(x), torch.empty(weight)) is want
+
+
+@torch.inference_mode()
+def test_while_a_model_generates_a_single_row_is_multiplied_by_pytorch(fast, monkeypatch):
+    shapes = []
+    monkeypatch.setattr(linear, "_multiply", lambda x, weight: shapes.append(x.shape[:-1]))
+    for shape in ((1, 7), (1, 1, 7), (2, 7), (2, 1, 7)):
+        linear.linear(torch.ones(shape), torch.ones(9, 7))
+    assert shapes == [(2,), (2, 1)]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -300,6 +323,9 @@ def test_a_fast_path_keeps_nothing_but_its_inputs(name, fast):
     assert saved_bytes(reference, inputs)[0] > 0 or name != "swiglu"
 
 
+VARLEN = ("varlen", "flex")
+
+
 @pytest.mark.parametrize(
     ("asked", "device_type", "known", "want"),
     [
@@ -308,11 +334,14 @@ def test_a_fast_path_keeps_nothing_but_its_inputs(name, fast):
         (("auto", "auto", "blocked"), "cpu", {}, ("onednn", "fused", ("blocked",))),
         (("torch", "torch", "math"), "cpu", {}, ("torch", "torch", ("math",))),
         (("auto", "auto", "auto"), "cuda", {}, ("torch", "torch", ("flash", "efficient", "math"))),
-        (
-            ("auto", "auto", "auto"),
-            "cuda",
-            {"capability": (9, 0), "cudnn": 91501},
-            ("torch", "torch", ("cudnn", "flash", "efficient", "math")),
+        *(
+            (
+                ("auto", "auto", "auto"),
+                "cuda",
+                {"capability": card, "cudnn": 91501},
+                ("torch", "torch", ("cudnn", "flash", "efficient", "math")),
+            )
+            for card in ((9, 0), (10, 0))
         ),
         (("auto", "auto", "auto"), "cuda", {"capability": (9, 0), "cudnn": 91002}, ("torch", "torch", ())),
         (("auto", "auto", "auto"), "cuda", {"capability": (12, 0), "cudnn": 92000}, ("torch", "torch", ())),
@@ -335,11 +364,9 @@ def test_a_fast_path_keeps_nothing_but_its_inputs(name, fast):
             ("torch", "torch", ("flash", "efficient", "math")),
         ),
         (("auto", "auto", "auto"), "cuda", {"has_mask": True}, ("torch", "torch", ("varlen", "flex"))),
-        (
-            ("auto", "auto", "auto"),
-            "cuda",
-            {"capability": (9, 0), "has_mask": True},
-            ("torch", "torch", ("varlen", "flex")),
+        *(
+            (("auto", "auto", "auto"), "cuda", {"capability": card, "has_mask": True}, ("torch", "torch", VARLEN))
+            for card in ((8, 0), (9, 0))
         ),
         (("auto", "auto", "auto"), "cpu", {"has_mask": True, "no_varlen": "a CPU"}, ("onednn", "fused", ())),
         (("auto", "auto", "flash3"), "cuda", {}, ("torch", "torch", ("flash",))),
@@ -413,6 +440,20 @@ def test_a_version_of_flash_attention_that_cannot_run_is_refused(asked, known, i
     with pytest.raises(ConfigError) as found:
         resolve("auto", "auto", asked, device_type="cuda", **known)
     assert why in str(found.value) and asked in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "want"),
+    [
+        ((9, 0), "", "3 (for --kernels.attention flash3): build"),
+        ((10, 3), "", "4 (for --kernels.attention flash4): pip"),
+    ]
+    + [((9, 0), "flash_attn_interface", ""), ((10, 0), "flash_attn.cute", ""), ((8, 9), "", ""), ((12, 10), "", "")],
+)
+def test_a_report_names_the_newest_flash_attention_that_is_missing(capability, installed, want, monkeypatch):
+    monkeypatch.setattr(choice, "_is_installed", lambda package: package == installed)
+    assert choice.missing_flash(capability).startswith(f"FlashAttention {want}" if want else want)
+    assert bool(want) == bool(choice.missing_flash(capability))
 
 
 def test_a_package_that_is_missing_or_built_for_another_torch_is_not_installed(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from crius.config.resolve import loss_chunks
 from crius.config.rules_quantize import chunked_loss_has_its_layer
 from crius.config.run import RunConfig
+from crius.data import loader
 from crius.kernels import linear_cross_entropy as kernel
 from crius.kernels.linear_cross_entropy import (
     IGNORE_INDEX,
@@ -78,6 +79,7 @@ def test_bounded_logits_have_the_gradients_of_their_formula(chunks):
 def test_many_rows_of_a_vocabulary_lose_no_digits(ranks):
     """torch's softmax on a CPU adds up 49,152 exponentials 2e-6 to 8e-6 too low, which no rank's part may show."""
     logits = 6 * torch.randn(8, 49_152, generator=torch.Generator().manual_seed(0)) + 20
+    logits[:, 1] = -200  # its exponential is 0
     targets = torch.arange(8) * 6_000
     want = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
     slopes = logits.double().softmax(-1)
@@ -97,6 +99,20 @@ def test_many_rows_of_a_vocabulary_lose_no_digits(ranks):
         assert (losses.double() - want).abs().max() < 4e-6  # rounded at 32 to 64
     found = torch.cat([gradient for _, gradient in got], 1).double()
     assert (found - slopes).norm() < 2e-7 * slopes.norm() and found.sum(1).abs().max() < 5e-7
+
+
+@pytest.mark.parametrize("gather", [None, lambda numbers: numbers[None]])
+def test_a_compiled_score_is_the_eager_one(gather):
+    logits = torch.randn(4, 9)
+    targets = torch.tensor([0, 3, 8, IGNORE_INDEX])
+    torch._dynamo.reset()
+    found = torch.compile(score_block, backend="eager", fullgraph=True)(logits.clone(), targets, True, gather)
+    for got, want in zip(found, score_block(logits.clone(), targets, True, gather), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_labels_are_ignored_by_one_number_everywhere():
+    assert IGNORE_INDEX == loader.IGNORE_INDEX == torch.nn.CrossEntropyLoss().ignore_index
 
 
 def test_the_gradient_is_the_derivative():

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from crius.kernels.cpu import heap
 from crius.metrics.ledger import TimeLedger
 from crius.train.loop import _tidied
 
@@ -43,6 +45,20 @@ def print_memory():
         during = apart_for_a_tensor()
         tidy(1)
         print(during, apart_for_a_tensor())
+
+
+@pytest.mark.parametrize("by_user", [None, *heap._SET_BY_USER])
+def test_malloc_is_told_unless_the_user_told_it(by_user, monkeypatch):
+    told = {}
+    library = SimpleNamespace(mallopt=lambda parameter, value: told.update({parameter: value}) or value < 1 << 30)
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: library)
+    for name in heap._SET_BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    if by_user:
+        monkeypatch.setenv(by_user, "1")
+    assert heap.keep_tensors_apart() == (not by_user)
+    assert not heap.keep_freed_memory()
+    assert sorted(told) == ([] if by_user else [-3, -1])  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
 
 
 @pytest.mark.long
