@@ -74,7 +74,8 @@ class Float8Linear(_Padded):
     def __init__(self, linear: nn.Linear, unit: int, config: Float8LinearConfig) -> None:
         super().__init__(linear, unit)
         self._config = config
-        self.mm_config = TorchaoFloat8Linear(16, 16, bias=False, device="meta", config=config).linear_mm_config
+        sizes = (linear.in_features, linear.out_features)
+        self.mm_config = TorchaoFloat8Linear(*sizes, bias=False, device="meta", config=config).linear_mm_config
 
     def _matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         y: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), self.mm_config, self._config)

@@ -141,6 +141,9 @@ def test_bfloat16_stays_bfloat16(recipe):
 def test_the_chosen_layers_are_swapped_and_keep_their_weights():
     model = nn.ModuleDict({"a": nn.Linear(32, 32, bias=False), "b": nn.Linear(32, 32, bias=False), "c": nn.Identity()})
     weights = {name: module.weight for name, module in model.items() if name != "c"}
+    choices = [choice(name, (32, 32), is_converted=False) for name in "abc"]
+    found = convert(model, choices, GATHER, emulate=True)
+    assert (found.linears, found.gathered) == (0, 0)
     choices = [choice("a", (32, 32)), choice("b", (32, 32), is_converted=False), choice("c", (32, 32))]
     found = convert(model, choices, FLOAT8["tensorwise"], emulate=True)  # c stands for a layer of another stage
     assert (found.linears, found.gathered) == (1, 0)
@@ -160,6 +163,8 @@ def test_only_weights_whose_rows_the_shards_divide_are_gathered_in_float8():
     choices = [choice("a", (32, 32)), choice("b", (48, 32), local=(16, 32))]
     assert convert(model, choices, GATHER, emulate=True, shard_degree=32).gathered == 1
     assert [hasattr(model[name].weight, "fsdp_pre_all_gather") for name in "ab"] == [True, False]
+    alone = nn.ModuleDict({"a": nn.Linear(32, 33, bias=False)})
+    assert convert(alone, [choice("a", (33, 32))], GATHER, emulate=True).gathered == 1
 
 
 def test_a_shared_weight_is_gathered_as_it_is():
@@ -176,6 +181,8 @@ def test_a_missing_or_old_torchao_is_an_error_with_the_line_that_installs_it(mon
         with pytest.raises(EnvironmentError, match=r"needs torchao>=0.18") as error:
             convert(model, [choice("a", (32, 32))], FLOAT8["tensorwise"], emulate=True)
         assert "install" in error.value.fix
+    monkeypatch.setattr(convert_module, "_torchao_version", lambda: "0.18")
+    assert convert(model, [choice("a", (32, 32))], FLOAT8["tensorwise"], emulate=True).linears == 1
 
 
 class Autotuner:
