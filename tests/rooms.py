@@ -75,6 +75,7 @@ WRITTEN = (
 )
 FREQUENCIES = f"{FAMILIES}::test_frequencies_have_the_bits_of_transformers"
 UNKNOWN = "tests/unit/test_import.py::test_an_unknown_family_is_refused_with_all_keys_that_no_family_has"
+FUSED = "test_async_tensor_parallelism_says_what_was_fused_in_each_direction"
 WINDOWS = "test_windows_end_where_rows_end_though_a_rank_has_half_of_the_sequence"
 BY_COLUMNS = "test_matrices_stored_by_columns_compute_the_same"
 OF_WORDS = ("gemma3", "olmo3", "smollm3", "granite", "phi3")
@@ -248,8 +249,8 @@ ROOMS = {
             f"{LAYOUT}[llama3 hsdp2x2_accum4+deferred]",
         ),
         "tensor": (
-            *("test_many_ranks", "test_async_tensor", f"{LAYOUT}[olmo3 tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
-            *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2_tp2", "tp2+float8_rowwise")),
+            *("test_many_ranks", "test_async_tensor", f"{LAYOUT}[olmo3 tp2]", f"tests/unit/test_effects.py::{FUSED}"),
+            *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2_tp2", "tp2+float8_rowwise", "fsdp2_tp2+lora")),
         ),
         "mesh": (
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("cp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
@@ -261,7 +262,7 @@ ROOMS = {
         ),
         "interface": ("test_cards", LOOPBACK),
         "fsdp": (
-            *UNITS,
+            *("test_fsdp_units", *UNITS),
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("fsdp2", "hsdp2x2_accum4+deferred", "fsdp2_accum2+never")),
             *(f"{LAYOUT}[llama3 fsdp2+offload]", f"{LAYOUT}[llama3 ddp2+lora]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
             f"tests/distributed/test_experts.py::{NOT_GATHERED}",

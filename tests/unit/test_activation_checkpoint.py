@@ -204,7 +204,7 @@ def test_parameters_keep_their_names(config):
 def test_the_number_of_blocks_is_reported(config, count):
     done = build(config)[1]
     assert (done.count, done.total) == (count, 4)
-    assert done.description
+    assert ("every block keeps" in done.description) == (config is FULL)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,10 @@ def test_memory_budget_keeps_the_share_it_is_given(fresh_compiler):
 
 
 def test_memory_budget_ends_with_its_run(fresh_compiler):
-    build(ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.25), compile_backend="aot_eager")
+    for budget, count in ((1.0, 0), (0.25, 4)):
+        config = ActivationCheckpointConfig(mode="memory_budget", memory_budget=budget)
+        assert build(config, compile_backend="aot_eager")[1].count == count
+    assert getattr(functorch_config, "unsafe_treat_script_objects_as_zero_size", True)
     assert functorch_config.activation_memory_budget == 0.25
     build(NONE)
     assert functorch_config.activation_memory_budget == 1.0

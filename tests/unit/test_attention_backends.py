@@ -1,11 +1,8 @@
 """Attention gives the same numbers by every backend, and takes the one that was chosen."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,16 +65,6 @@ def test_the_chosen_backend_runs(chosen, is_flash):
         with applied(chosen), Operators() as seen:
             attend(*qkv(32))
         assert any("flash_attention" in name for name in seen.names) == is_flash
-
-
-def test_backends_are_tried_in_the_order_of_the_choice_and_cudnn_takes_no_mask(monkeypatch):
-    told = []
-    monkeypatch.setattr(attention, "sdpa_kernel", lambda *given, **more: told.append((*given, more)) or nullcontext())
-    with applied(Choice(attention=("cudnn", "math", "flash"))):
-        causal_attention(*qkv(8))
-        masked_attention(*qkv(8), torch.ones(8, 8, dtype=torch.bool))
-    cudnn, flash, math = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
-    assert told == [([cudnn, math, flash], {"set_priority": True}), ([flash, math], {})]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Where compiled kernels are kept, and how many threads make them."""
 
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +95,36 @@ def test_time_in_which_two_compilations_run_counts_once():
     report = CompileReport(CompileConfig(enable=True))
     report._spans = [(5_000_000, 6_000_000), (1_000_000, 4_000_000), (2_000_000, 3_000_000), (3_500_000, 4_500_000)]
     assert report.seconds == 4.5
+
+
+def test_graphs_are_counted_since_the_start_and_again_compiled_ones_after_three_steps(environ, caplog):
+    environ.setattr(logging.getLogger("crius"), "propagate", True)
+    events = [SimpleNamespace()]
+    environ.setattr(compile_module.dynamo, "get_compilation_metrics", lambda: [*events])
+    kept = []
+    environ.setattr(compile_module.dynamo, "set_compilation_metrics_limit", kept.append)
+    report = CompileReport(CompileConfig(enable=True, backend="eager", max_recompiles=1))
+    report.start()
+    assert kept[0] > 64
+
+    def compiled(reason="", name="run", is_whole=True, begin=1_000_000):
+        place = {"co_name": name, "co_filename": "/a/b/c.py", "co_firstlineno": 7}
+        spent = {"start_time_us": begin, "end_time_us": begin + 1_000_000}
+        events.append(SimpleNamespace(**place, **spent, has_guarded_code=is_whole, recompile_reason=reason))
+
+    compiled()
+    compiled("0/0: grad_mode", begin=2_000_000)
+    compiled(name=None, begin=4_000_000)
+    compiled(is_whole=False)
+    assert report.lines() == ["compile: 2 graphs, 3.0 s, no cache (backend eager)"]
+    for step in range(3, 8):
+        compiled(f"1/2: tensor 'x' size mismatch at index 1. expected 9, actual {step}\nmore")
+        report.step(step)
+    assert (report.graphs, report.recompiles) == (7, 4)
+    assert report.lines()[1].startswith("compile: run (b/c.py:7) has 6 graphs, lastly for tensor 'x' size mismatch")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "2 recompilations after step 3" in warning
+    assert "2 of them by one guard: size of dim 1 of x (was 9, 4, 5)" in warning
 
 
 @pytest.mark.parametrize("name", COMPILE_SWITCHES)

@@ -1,16 +1,22 @@
 """Which tokens a context-parallel rank holds, without a process group."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.errors import LayoutError, PlanError
-from crius.models.layers import CausalAttention
+from crius.kernels.attention import document_mask, masks_made
+from crius.models.layers import CausalAttention, DocumentMask
 from crius.parallel.context import (
     ContextShard,
     GatheredAttention,
+    GatheredDocumentMask,
     _chunks,
+    _fits_flash,
+    _flash_on_gpu,
     _split,
     apply_context_parallel,
 )
@@ -100,6 +106,38 @@ def test_every_rank_computes_as_many_scores(rank, masked):
     with CountScores() as counter:
         assert GatheredAttention(OneOfThree(rank), CausalAttention())(q, k, k, mask).shape == q.shape
     assert counter.scores == 8 * 24 * 7 // 12
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_has_the_rows_of_its_queries_of_the_mask(rank, window):
+    positions = torch.cat([torch.arange(count) for count in (7, 1, 16)])[None]
+    shard = OneOfThree(rank)
+    shard.degree = 3
+    shard._order = [*range(6)]
+    shard.gather = lambda own: positions
+    before = masks_made["sdpa"]
+    found = GatheredDocumentMask(shard, DocumentMask())(shard.slice(positions), None, window)
+    assert masks_made["sdpa"] == before + 1
+    assert torch.equal(found[:, 0], shard.slice(document_mask(positions, window=window)[:, 0]))
+
+
+@pytest.mark.parametrize(
+    ("width", "value_width", "itemsize", "fits"),
+    [(256, 256, 2, True), (8, 8, 2, True), (264, 264, 2, False), (60, 60, 2, False), (64, 32, 2, False)]
+    + [(64, 64, 4, False)],
+)
+def test_flash_takes_whole_widths_of_16_bit_numbers(width, value_width, itemsize, fits):
+    q = SimpleNamespace(is_cuda=True, itemsize=itemsize, shape=(1, 2, 3, width))
+    assert _fits_flash(q, SimpleNamespace(shape=(1, 2, 3, value_width))) == fits
+
+
+@pytest.mark.parametrize(("capability", "want"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_flash_is_for_ampere_and_later(capability, want, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert _flash_on_gpu() == want
 
 
 class WindowedAttention(CausalAttention):

@@ -2,15 +2,20 @@
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from crius.config.layout import Layout
+from crius.parallel import reproducible
 from crius.parallel.reproducible import (
     HashedReduceScatter,
     PlainReduceScatter,
+    ReproducibleGradients,
     TreeAccumulation,
+    describe_trees,
     hash_bits,
     slice_scales,
     sliced_squares,
@@ -62,6 +67,18 @@ def test_no_cut_changes_a_squared_norm_which_is_right_to_1e_15(cut):
     assert abs(Fraction(whole.sum().item()) / exact - 1) < 1e-15
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_the_exact_norm_of_what_it_counts(rank, monkeypatch):
+    monkeypatch.setattr(reproducible.dist, "all_reduce", lambda *_, **__: None)
+    own = ReproducibleGradients.__new__(ReproducibleGradients)
+    own._device = torch.device("cpu")
+    own._world = SimpleNamespace(rank=rank, sum=lambda slices: slices)
+    own._is_counted = torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None]
+    first, *others = own._squared([numbers(700), torch.zeros(0), numbers(50), numbers(9)]).tolist()
+    exact = 0 if rank else sum(Fraction(value) ** 2 for value in numbers(700).tolist())
+    assert abs(Fraction(first) - exact) <= 1e-15 * exact and others == [0, 0, 0]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_leaves_no_finite_norm(bad):
     values = torch.tensor([1.0, bad, -2.0])
@@ -106,7 +123,15 @@ def test_a_hash_sees_any_flipped_bit_and_any_swap(dtype):
             assert not torch.equal(hash_bits(values), before)
             ints[index] ^= 1 << bit
     assert torch.equal(hash_bits(values), before)
-    assert not torch.equal(hash_bits(values.flip(0)), before)
+    for first, second in ((0, 1), (7, 65_543), (0, 65_536), (3, 99_999)):
+        swapped = values.clone()
+        swapped[[first, second]] = values[[second, first]]
+        assert not torch.equal(hash_bits(swapped), before)
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, "no more memory"), (2, "1 more"), (8, "3 more sharded gradients are")])
+def test_each_doubling_of_the_microbatches_keeps_one_gradient_more(count, kept):
+    assert kept in describe_trees(Layout(dp_shard=2), count)
 
 
 def test_a_ranks_own_gradient_is_hashed_when_the_buffer_of_the_sum_is_made():

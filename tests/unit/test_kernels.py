@@ -204,15 +204,6 @@ def test_onednn_multiplies_matrices_that_are_not_empty(x, weight, want, fast):
     assert linear.when(torch.empty(x), torch.empty(weight)) is want
 
 
-@torch.inference_mode()
-def test_while_a_model_generates_a_single_row_is_multiplied_by_pytorch(fast, monkeypatch):
-    shapes = []
-    monkeypatch.setattr(linear, "_multiply", lambda x, weight: shapes.append(x.shape[:-1]))
-    for shape in ((1, 7), (1, 1, 7), (2, 7), (2, 1, 7)):
-        linear.linear(torch.ones(shape), torch.ones(9, 7))
-    assert shapes == [(2,), (2, 1)]
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_without_a_choice_nothing_is_fast(name, taken):
     function, _, inputs = case(name)
@@ -440,20 +431,6 @@ def test_a_version_of_flash_attention_that_cannot_run_is_refused(asked, known, i
     with pytest.raises(ConfigError) as found:
         resolve("auto", "auto", asked, device_type="cuda", **known)
     assert why in str(found.value) and asked in str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("capability", "installed", "want"),
-    [
-        ((9, 0), "", "3 (for --kernels.attention flash3): build"),
-        ((10, 3), "", "4 (for --kernels.attention flash4): pip"),
-    ]
-    + [((9, 0), "flash_attn_interface", ""), ((10, 0), "flash_attn.cute", ""), ((8, 9), "", ""), ((12, 10), "", "")],
-)
-def test_a_report_names_the_newest_flash_attention_that_is_missing(capability, installed, want, monkeypatch):
-    monkeypatch.setattr(choice, "_is_installed", lambda package: package == installed)
-    assert choice.missing_flash(capability).startswith(f"FlashAttention {want}" if want else want)
-    assert bool(want) == bool(choice.missing_flash(capability))
 
 
 def test_a_package_that_is_missing_or_built_for_another_torch_is_not_installed(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from types import SimpleNamespace
@@ -14,9 +15,9 @@ from torch import nn
 from crius.config.layout import Layout
 from crius.config.training import DenseQuantizeConfig, Float8Config
 from crius.errors import CorruptionError
-from crius.models.layers import CausalAttention
+from crius.models.layers import CausalAttention, Linear
 from crius.optim import muon
-from crius.parallel import context, tensor
+from crius.parallel import context, runtime, tensor
 from crius.parallel.gradients import Gradients
 from crius.parallel.reproducible import ReproducibleGradients
 from crius.parallel.runtime import World
@@ -163,6 +164,40 @@ def test_totals_of_a_step_have_each_microbatch_of_each_sequence_once(axes, kind)
     assert [found.tolist() for found in on_ranks(4, work)] == [[loss, 6 + 4]] * 4
 
 
+def test_a_tied_weight_counts_half_on_each_of_its_stages_and_clipping_keeps_what_is_small():
+    unused, first, tied = (nn.Parameter(torch.tensor([6.0, 8.0])) for _ in range(3))
+    first.grad = torch.tensor([3.0, 4.0])
+    tied.grad = torch.tensor([0.0, 2.0])
+    gradients = Gradients([unused, first, tied], 2, CPU, [tied])
+    assert gradients.squared_norms().tolist() == [0.0, 12.5, 1.0]
+    assert gradients.squared_weight_norms().tolist() == [50.0, 50.0, 25.0]
+    for norm, most, left in ((5.0, 0.0, 3.0), (5.0, 6.0, 3.0), (5.0, 2.5, 1.5), (1e-6, 1e-6, 0.75)):
+        gradients.clip(torch.tensor(norm, dtype=torch.float64), most)
+        assert first.grad[0].item() == pytest.approx(left, rel=1e-6)
+    table = nn.Embedding(3, 2)
+    gradients.watch(table)
+    for factor in (1, -7, 2):
+        (factor * table(torch.tensor([0]))).sum().backward()
+    assert gradients.take_local_peak() == 7
+    assert gradients.take_local_peak() is None
+
+
+def test_values_of_any_length_are_gathered_in_the_order_of_the_ranks(monkeypatch):
+    here = threading.local()
+
+    def fill(parts, own):
+        for part, found in zip(parts, here.world.gather(own), strict=True):
+            part.copy_(found)
+
+    def work(world):
+        here.world = world
+        return World.gather_json(world, values[world.rank])
+
+    values = ["a", {"b": [1, 2.5]}, None]
+    monkeypatch.setattr(runtime.dist, "all_gather", fill)
+    assert on_ranks(3, work) == [values] * 3
+
+
 SPLITS = {  # shapes and offsets of the parts of a matrix of 5 rows of 4 on three ranks
     "rows": [((2, 4), (0, 0)), ((2, 4), (2, 0)), ((1, 4), (4, 0))],
     "columns": [((5, 2), (0, 0)), ((5, 2), (0, 2)), ((5, 0), (0, 4))],
@@ -241,6 +276,15 @@ def test_the_ranks_that_share_out_a_table_find_each_of_its_rows_once(monkeypatch
         embedding = SimpleNamespace(to_local=lambda rows=rows: rows, shape=table.shape, device_mesh=mesh)
         found.append(tensor._lookup(embedding, torch.arange(5)[None]))
     assert torch.equal(sum(found)[0], table)
+
+
+def test_a_sequence_is_gathered_rounded_only_if_all_its_readers_round_it_alike():
+    module = nn.ModuleDict({name: Linear(2, 2) for name in "ab"})
+    plan = SimpleNamespace(style_of=lambda path: "colwise")
+    module["a"].rounds_whole_input = True
+    assert tensor._rounding("m", module, plan) is None
+    module["b"].rounds_whole_input = True
+    assert tensor._rounding("m", module, plan) is module["a"]
 
 
 @pytest.mark.usefixtures("imported_torchao")

@@ -195,6 +195,7 @@ def test_the_bubble_is_what_the_papers_say(schedule, degree):
 def test_1f1b_holds_as_many_microbatches_as_stages_follow_and_gpipe_all():
     assert simulate(order_of(pipeline(4), 16), [1.0] * 4).in_flight == [4, 3, 2, 1]
     assert simulate(order_of(pipeline(4, "gpipe"), 16), [1.0] * 4).in_flight == [16] * 4
+    assert simulate(order_of(pipeline(4), 16), [1.0] * 4).step == 3 * (16 + 4 - 1)
 
 
 def test_what_a_rank_holds_counts_all_its_stages():

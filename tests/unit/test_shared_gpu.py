@@ -25,7 +25,7 @@ GPU = torch.device("cuda", 0)
 def share(monkeypatch):
     """The environment of ranks that share a GPU over NCCL or Gloo, and a version of NCCL in the process."""
 
-    def over(library, nccl=(2, 31, 2)):
+    def over(library, nccl=(2, 30, 2)):
         monkeypatch.setenv(SHARE, "1")
         monkeypatch.setenv(MULTI, "1" if library == "nccl" else "0")
         monkeypatch.setattr(runtime, "loaded_nccl", lambda: nccl)
@@ -107,7 +107,7 @@ def join(size, rank):
 @pytest.mark.parametrize(
     ("library", "group", "said"),
     [
-        ("nccl", ("cpu:gloo,cuda:nccl", GPU), "2 ranks share one GPU, over NCCL 2.31.2; this is for tests, and slow"),
+        ("nccl", ("cpu:gloo,cuda:nccl", GPU), "2 ranks share one GPU, over NCCL 2.30.2; this is for tests, and slow"),
         ("gloo", ("cpu:gloo,cuda:gloo", None), "2 ranks share one GPU, over Gloo; this is for tests, and slow"),
     ],
 )
@@ -129,7 +129,7 @@ def test_without_the_variable_two_ranks_on_one_gpu_are_refused(one_gpu):
 
 
 @pytest.mark.parametrize(
-    ("nccl", "named"), [((2, 28, 9), "NCCL 2.28.9"), ((2, 9, 0), "NCCL 2.9.0"), ((), "an unknown version")]
+    ("nccl", "named"), [((2, 29, 9), "NCCL 2.29.9"), ((2, 9, 0), "NCCL 2.9.0"), ((), "an unknown version")]
 )
 def test_an_nccl_that_gives_each_rank_a_gpu_of_its_own_is_refused(nccl, named, one_gpu, share, monkeypatch):
     share("nccl", nccl)
