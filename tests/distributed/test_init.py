@@ -92,6 +92,7 @@ def test_columns_and_threads_change_no_bit(num_threads):
 def test_name_seed_and_block_each_give_other_numbers():
     size = torch.Size((2 * BLOCK_NUMEL, 1))
     base = draw_rows("a", size, 0, size[0], 1, UNIT)
+    assert base[[0, 1, -1], 0].tolist() == pytest.approx([-1.3045, -0.1324, -0.9501], abs=1e-4)
     for other in (draw_rows("b", size, 0, size[0], 1, UNIT), draw_rows("a", size, 0, size[0], 2, UNIT)):
         assert (base == other).float().mean() < 0.01  # 0.27 % are clamped, to one of two values
     assert (base[:BLOCK_NUMEL] == base[BLOCK_NUMEL:]).float().mean() < 0.01
