@@ -180,7 +180,8 @@ class Pipeline:
         self._tied.sum_gradients()
         if not self.has_last_stage:
             return torch.zeros(self._num_microbatches, dtype=torch.float64, device=self._device)
-        return torch.stack([loss.detach() for loss in losses])
+        with torch.no_grad():  # else their graph would live as long as the losses
+            return torch.stack(losses)
 
     @torch.no_grad()
     def evaluate(
