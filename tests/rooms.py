@@ -255,6 +255,7 @@ ROOMS = {
         "mesh": (
             *(f"{LAYOUT}[llama3 {layout}]" for layout in ("cp2", "fsdp2_tp2", "hsdp2x2_accum4+deferred")),
             *(f"{LAYOUT}[llama3 pp2+1f1b]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
+            f"tests/distributed/test_experts.py::{NOT_GATHERED}",
         ),
         "runtime": (
             *("test_launch_local", "test_shared_gpu", "test_effects", "test_cards", LOOPBACK),

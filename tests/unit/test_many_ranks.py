@@ -278,6 +278,18 @@ def test_the_ranks_that_share_out_a_table_find_each_of_its_rows_once(monkeypatch
     assert torch.equal(sum(found)[0], table)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_rank_computes_the_one_head_that_it_needs(bias, monkeypatch):
+    linear = nn.Linear(3, 8, bias=bias)
+    monkeypatch.setattr(tensor, "_weight", lambda module: linear.weight)
+    monkeypatch.setattr(tensor, "_bias", lambda module: linear.bias)
+    monkeypatch.setattr(tensor, "_replica", lambda weight: weight)
+    x = torch.randn(2, 5, 3)
+    for head in (0, 1):
+        here = SimpleNamespace(_head=(head, 2), multiply=nn.functional.linear)
+        torch.testing.assert_close(tensor._one_head(here, x), linear(x).chunk(2, -1)[head])
+
+
 def test_a_sequence_is_gathered_rounded_only_if_all_its_readers_round_it_alike():
     module = nn.ModuleDict({name: Linear(2, 2) for name in "ab"})
     plan = SimpleNamespace(style_of=lambda path: "colwise")
