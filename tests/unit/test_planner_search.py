@@ -206,6 +206,11 @@ def test_what_is_pinned_stays(found):
     assert {(c.workload.activation_checkpoint, c.workload.microbatch, c.workload.compile) for c in fitting} == {
         ("full", 2, False)
     }
+    virtual = {"training__reproducible": True, "training__virtual_shards": 128, "training__global_batch_size": 256}
+    fitting = search(case(**virtual)).fitting
+    assert {
+        (one.workload.microbatch, one.workload.gradient_sync) for one in fitting if one.workload.layout.pp == 1
+    } == {(2, "immediate")}
     shards = case(parallelism__data_parallel_shard_degree=4, parallelism__tensor_parallel_degree=2)
     assert {str(layout) for layout in layouts(shards)} == {"fsdp4_tp2"}
 
@@ -383,10 +388,15 @@ def test_a_shape_of_a_file(tmp_path):
         "num_layers = 4\ndim = 512\nffn_dim = 1024\nnum_heads = 8\nnum_kv_heads = 4\nhead_dim = 64\nvocab_size = 1000\n"
     )
     assert shape_named(str(file), "").name == "mine"
-    file.write_text("num_layers = 0\ndims = 512\nnum_heads = 8\n")
+    sizes = "ffn_dim = true\nnum_heads = 8\nnum_kv_heads = 2\nvocab_size = 9\ngated = 1\nattention = 'x'\n"
+    file.write_text(f"num_layers = 0\ndims = 512\nname = 3\n{sizes}")
     with pytest.raises(ConfigError) as error:
         shape_named(str(file), "")
-    for problem in ("num_layers = 0", "no field dims, did you mean dim?", "vocab_size is missing"):
+    whole = "is not a whole number above 0."
+    for problem in (
+        *(f"num_layers = 0 {whole}", f"ffn_dim = True {whole}", "name = 3 is not a text.", "dim is missing."),
+        *("no field dims, did you mean dim?", "gated = 1 is not true or false.", "'x' is not one of gqa, mla."),
+    ):
         assert problem in str(error.value)
 
 

@@ -93,7 +93,8 @@ class Variants:
         if key not in self._bases:
             few = Layout(tp=layout.tp, pp=min(layout.pp, 2), dp_shard=min(layout.fsdp, 2))
             fields = {name: getattr(few, axis) for axis, name in DEGREES.items()}
-            fields |= {"training.local_batch_size": 1, "training.global_batch_size": 64}
+            virtual_shards = max(1, self.case.config.training.virtual_shards)
+            fields |= {"training.local_batch_size": 1, "training.global_batch_size": 64 * virtual_shards}
             if self.case.facts is None:
                 fields |= STAND_IN
             config = replace_fields(self.case.config, fields | settings(self.case, few, schedule))
@@ -173,6 +174,7 @@ def _syncs(case: Case, workload: Workload) -> tuple[Any, ...]:
         layout.pp > 1
         or workload.num_microbatches == 1
         or case.given(_SYNC) is not None
+        or case.config.training.reproducible
         or layout.batch * layout.cp == 1
     ):
         return (now,)
