@@ -66,12 +66,13 @@ def test_auto_refuses_degrees_and_a_gpu_that_it_does_not_know(monkeypatch, capsy
 
 
 def test_config_show_prints_what_auto_found(user_cache, capsys):
-    assert cli.main(["config", "show", "--parallelism.auto", "--nproc", "4", "--training.device", "cpu", "--json"]) == 0
+    flags = ["--parallelism.auto", "--nproc", "4", "--training.device", "cpu", "--training.local_batch_size", "3"]
+    assert cli.main(["config", "show", *flags, "--json"]) == 0
     shown = capsys.readouterr()
     values = json.loads(shown.out)
     assert values["parallelism.auto"] == {"value": False, "origin": "parallelism.auto"}
     assert values["parallelism.data_parallel_shard_degree"]["origin"] == "parallelism.auto"
-    assert values["training.global_batch_size"]["value"] == 8
+    assert values["training.global_batch_size"]["value"] == 12
     assert shown.err.startswith("auto: ")
 
 
