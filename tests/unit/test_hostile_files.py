@@ -21,7 +21,7 @@ from crius.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, d
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS
 from crius.errors import CheckpointError
 from crius.interop import safetensors_file
-from crius.interop.foreign import check_key, check_shape, check_tiles, overlapping
+from crius.interop.foreign import check_key, check_shape, check_tiles, overlapping, read_inside
 from crius.interop.safetensors_file import INDEX, MAX_HEADER, SafetensorsFile, read_safetensors
 from crius.tools.convert.convert import convert
 from crius.tools.convert.dcp import METADATA, read_dcp
@@ -40,6 +40,7 @@ BOMBS = {
     "pops_an_empty_stack": b"\x80\x02t.",
     "mark_as_value": b"\x80\x02((\x85.",
     "odd_items": b"\x80\x02}(K\x01u.",
+    "number_in_a_name": b"\x80\x04K\x01\x8c\x01a\x93.",
     "state_twice": b"\x80\x02ctorch\nSize\n)\x81}b}b.",
     "no_stop": b"\x80\x02N",
     "empty": b"",
@@ -298,6 +299,15 @@ def test_a_header_may_end_where_the_file_ends(tmp_path):
     assert SafetensorsFile(tmp_path, "f").tensors == {}
 
 
+def test_a_file_of_a_folder_has_a_largest_size_and_is_no_link(tmp_path):
+    (tmp_path / "f").write_bytes(b"ab")
+    (tmp_path / "link").symlink_to("f")
+    assert read_inside(tmp_path, "f", 2) == b"ab"
+    for file, why in {"f": "it has 2 bytes, but at most 1 are", "link": "it is a link; cp -rL", "g": "No such"}.items():
+        with pytest.raises(CheckpointError, match=why):
+            read_inside(tmp_path, file, 1)
+
+
 @pytest.mark.parametrize("size", [20, 21])
 def test_headers_and_indices_have_a_largest_size(size, tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_file, "MAX_HEADER", 20)
@@ -329,6 +339,18 @@ def test_an_index_that_maps_no_keys_to_files_is_refused(index, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         read_safetensors(tmp_path)
     assert "no weight_map from keys to files" in str(caught.value)
+
+
+@pytest.mark.parametrize(("keys", "wrong"), [("ab", ""), ("a", "b"), ("abc", "c")])
+def test_an_index_has_the_keys_of_its_files_and_no_others(keys, wrong, tmp_path):
+    save_file({"a": np.ones(3), "b": np.ones(2)}, tmp_path / "m.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(keys, "m.safetensors")}))
+    if not wrong:
+        assert read_safetensors(tmp_path).tensors.keys() == {"a", "b"}
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read_safetensors(tmp_path)
+    assert f"'{wrong}' and 0 more keys are not in the files" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Names of the hub where a path is taken: asked once, resumed, recorded as a commit; paths never go to the network."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import harness
 import pytest
 from hub_stand_in import Repository, StandIn, repository
@@ -11,13 +14,14 @@ from crius.config.toml_file import toml_table
 from crius.data.documents import find_files
 from crius.errors import ConfigError, EnvironmentError
 from crius.hub import hub_name, snapshot_of
-from crius.interop.hub import located
+from crius.interop.hub import located, located_data
 
 pytest.importorskip("huggingface_hub")
 
 MODEL = "some/small-0.1"
 CODE = {"modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle", "onnx/model.json": b"{}"}
-CHATS = {"data/train-0.jsonl": b'{"text": "a"}\n', "data/test-0.jsonl": b'{"text": "b"}\n', "load.py": b"raise"}
+CHATS = {"data/en/train-0.jsonl": b'{"text": "a"}\n', "data/test-0.jsonl": b'{"text": "b"}\n', "load.py": b"raise"}
+CHATS["data/empty.jsonl"] = b""
 TYPOS = [
     "./some/small",
     "a/b/c",
@@ -129,6 +133,14 @@ def test_after_a_failure_only_the_missing_files_are_fetched(hub):
     hub.asked.clear()
     located(MODEL)
     assert "model.safetensors" in hub.fetched() and len(hub.fetched()) < 4
+
+
+@pytest.mark.parametrize(("free", "fits"), [(28, True), (27, False)])
+def test_what_the_disk_has_no_room_for_is_not_fetched(free, fits, hub, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free))
+    with nullcontext() if fits else pytest.raises(EnvironmentError, match="some/chats has .* are free in"):
+        located_data("some/chats", "jsonl")
+    assert len(hub.fetched()) == 2 * fits  # an empty file is not asked for
 
 
 @pytest.mark.parametrize("path", TYPOS)

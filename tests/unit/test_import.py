@@ -399,9 +399,10 @@ def test_what_a_run_was_told_goes_with_its_tokenizer_into_runs_and_imports(token
     assert parse(flags).tokenizer.eos_token == "z"
     assert parse([*flags, "--tokenizer.path", "elsewhere"]).tokenizer.eos_token == ""
     importing.import_model(str(original), str(tmp_path / "run"))
-    again = open_weights(str(tmp_path / "run"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    again = open_weights(str(tmp_path / "moved"))
     assert (again.eos_token, again.said) == ("z", found.said)
-    assert again.tokenizer == (tokenizer or str(tmp_path / "run" / "tokenizer"))
+    assert again.tokenizer == (tokenizer or str(tmp_path / "moved" / "tokenizer"))
 
 
 def test_a_run_from_the_checkpoint_of_an_import_has_its_model(original, tmp_path):
