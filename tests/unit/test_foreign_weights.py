@@ -3,21 +3,24 @@
 import json
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from checkpoint_samples import local
 from harness import parse
 from pretrained_samples import save_tokenizer
 from safetensors.numpy import load_file, save_file
 
 from crius.checkpoint.load import load_tensors
+from crius.checkpoint.names import step_name
 from crius.cli import main
 from crius.errors import CheckpointError, ConfigError, CriusError
 from crius.interop import numbers, peft
 from crius.interop.foreign import Foreign, check_tiles
 from crius.interop.safetensors_file import ADAPTER_FILE, INDEX, WHOLE, said
-from crius.interop.weights import open_weights
+from crius.interop.weights import open_weights, record_of, saved_model, settled
 from crius.kernels import choice
 from crius.models import registry
 from crius.tools.convert.exporting import open_source
@@ -105,7 +108,8 @@ def index_of_the_file_itself(folder):
 
 
 def others(folder):
-    save_file({"m": np.zeros(2, np.float32)}, folder / "optimizer.safetensors")
+    for name in ("optimizer.safetensors", ADAPTER_FILE):
+        save_file({"m": np.zeros(2, np.float32)}, folder / name)
     (folder / "consolidated.safetensors").write_bytes(b"not even a header")
 
 
@@ -116,7 +120,7 @@ FILES = {
     "an index of model.safetensors": (index_of_the_file_itself, ""),
     "an index alone": (shards_alone, ""),
     "numbered files without an index": (shards_without_index, ""),
-    "files of other things": (others, "left out: consolidated.safetensors, optimizer.safetensors"),
+    "files of other things": (others, f"left out: {ADAPTER_FILE}, consolidated.safetensors, optimizer"),
 }
 
 
@@ -445,7 +449,7 @@ def test_a_setting_of_peft_that_crius_lacks_is_refused_by_name(name):
 
 
 def test_settings_that_change_nothing_are_taken():
-    content = {"peft_type": "LORA", "r": 4, "lora_alpha": 6.5, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {}}
+    content = {"peft_type": "LORA", "r": 1, "lora_alpha": 0.5, "rank_pattern": {"q_proj": 1}, "alpha_pattern": {}}
     content |= {"bias": "none", "lora_dropout": 0.1, "init_lora_weights": "gaussian", "loftq_config": {}}
     assert list(peft.differences(content | {"modules_to_save": None, "peft_version": "0.21.2"})) == []
     for one in ({"use_rslora": True}, {"use_rslora": False}, {"init_lora_weights": True}, {"init_lora_weights": False}):
@@ -503,6 +507,7 @@ def test_a_base_of_the_hub_is_read_from_its_cache_and_named_by_the_hub_in_an_exp
     (root / "snapshots").mkdir()
     model.rename(root / "snapshots" / commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", None)  # nobody is asked
     adapter = write_adapter(tmp_path / "adapter", "someone/small")
     import_model(str(root / "snapshots" / commit), str(tmp_path / "imported"))
     for name in ("someone/small", tmp_path / "imported"):
@@ -532,12 +537,55 @@ def test_an_adapter_on_an_adapter_is_not_exported_for_peft(adapter, tmp_path):
     assert error.value.fix.startswith("--format hf")
 
 
-def test_adapters_of_adapters_have_a_largest_depth(adapter, monkeypatch):
+@pytest.mark.parametrize("kind", ["adapter", "kept"])
+def test_adapters_of_adapters_have_a_largest_depth(kind, adapter, tmp_path, monkeypatch):
+    import_model(str(adapter), str(tmp_path / "kept"))
     monkeypatch.setattr("crius.interop.weights._MOST_BASES", 1)
-    assert open_weights(str(adapter)).adapters
+    assert open_weights(str(tmp_path / kind)).adapters
     monkeypatch.setattr("crius.interop.weights._MOST_BASES", 0)
     with pytest.raises(CheckpointError, match="more than 0 levels deep"):
-        open_weights(str(adapter))
+        open_weights(str(tmp_path / kind))
+
+
+def test_a_run_records_the_weights_that_it_starts_from(model, tmp_path, monkeypatch):
+    """A folder by its whole path, a run by its checkpoint, and a URL as it is."""
+    monkeypatch.chdir(tmp_path)
+    import_model("model", "run")
+    place = f"{tmp_path}/run/checkpoints"
+    weights = open_weights("model")
+    kind = "Hugging Face"
+    first = {"origin": f"{kind} folder model", "kind": kind, "path": str(model), "digest": weights.digest}
+    assert record_of(weights, "model") == first
+    assert record_of(weights, "memory://a") == first | {"path": "memory://a"}
+    saved = open_weights("run")
+    kind = "Crius checkpoint"
+    second = {
+        "origin": "step 0 of run/checkpoints",
+        "kind": kind,
+        "path": f"{place}/step-00000000",
+        "digest": saved.digest,
+    }
+    assert record_of(saved, "run") == second
+
+
+@pytest.mark.parametrize(
+    ("damaged", "taken", "is_said"), [((), 6, False), ((2,), 6, False), ((6,), 4, True), ((2, 6), 4, True)]
+)
+def test_the_newest_checkpoint_that_can_be_read_is_taken(damaged, taken, is_said, tmp_path, lines):
+    """And those after it are named; these are of no model."""
+    local(tmp_path, 2, 4, 6)
+    for step in damaged:
+        (tmp_path / step_name(step) / "manifest.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"{step_name(taken)} is an import without settings"):
+        open_weights(str(tmp_path))
+    assert any(f"step {taken} is used, because newer checkpoints are damaged" in line for line in lines()) == is_said
+
+
+def test_sizes_that_a_checkpoint_leaves_open_are_those_of_the_flavor():
+    known = {"name": "llama3", "flavor": "debug"}
+    config = {"name": "llama3", "flavor": "debug", "num_layers": 2, "dim": -1, "ffn_dim": None, "rope_scaling": ""}
+    manifest = SimpleNamespace(config={f"model.{name}": value for name, value in config.items()})
+    assert saved_model(manifest, "here") == settled({**known, "num_layers": 2}) != settled(known)
 
 
 def test_an_adapter_with_a_tensor_of_an_unknown_dtype_is_refused(adapter):
