@@ -24,7 +24,7 @@ from crius.parallel.runtime import World
 from crius.shards import Place
 from crius.train import sdc
 from crius.train.stability import IncidentReporter
-from crius.train.step import evaluate
+from crius.train.step import evaluate, largest_loss, train_step
 
 CPU = torch.device("cpu")
 NAN = math.nan
@@ -128,7 +128,38 @@ def test_the_ranks_whose_bits_most_others_have_not_are_odd():
     assert found == {"aaa": [], "aba": [1], "baab": [0, 1, 2, 3]}
 
 
-@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}])
+AXES = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_a_step_divides_by_the_labels_of_all_its_sequences(axes):
+    """Two data-parallel ranks with 2 and 4 labels, and a last pipeline rank that has their losses."""
+    layout = Layout(dp_shard=2, **axes)
+    each = layout.num_ranks // 2
+
+    def work(world):
+        place, rank = divmod(world.rank, each)
+        labels = [[[1, 2, -100], [-100, -100, -100]], [[3, -100, -100], [2, 2, 2]]][place]
+        batch = SimpleNamespace(labels_BT=torch.tensor(labels), sample_ids=())
+        losses = torch.tensor([1.0, 2.0]).double() * (1 + place) * (rank >= each - layout.tp)
+        runner = SimpleNamespace(forward_backward=lambda batch, valid_tokens: losses / valid_tokens)
+        gradients = SimpleNamespace(
+            squared_norms=lambda: None,
+            totals=lambda *_: torch.ones(2),
+            clip=lambda *_: None,
+            take_local_peak=lambda: None,
+        )
+        result = train_step(3, batch, runner, gradients, world, layout, 1.0)
+        largest = largest_loss(result, batch, world, layout)
+        return result.local_losses.tolist(), largest.item()
+
+    for rank, (losses, largest) in enumerate(on_ranks(layout.num_ranks, work)):
+        share = (1 + rank // each) * (rank % each >= each - layout.tp)
+        assert losses == pytest.approx([share / 6, 2 * share / 6])
+        assert largest == pytest.approx(max(3 / 2, 6 / 4))
+
+
+@pytest.mark.parametrize("axes", AXES)
 def test_tokens_that_several_ranks_score_count_once(axes):
     """Two data-parallel ranks with 2 and 4 labels; token ``i`` stands for ``i`` bytes, and a row is padding."""
     layout = Layout(dp_shard=2, **axes)

@@ -1,6 +1,7 @@
 """A run that finds another newest checkpoint than it saved: what it takes, and what it refuses."""
 
 import dataclasses
+import json
 
 import pytest
 from checkpoint_samples import local
@@ -71,8 +72,13 @@ def test_what_a_run_takes_in_place_of_its_newest_checkpoint(case, scheme, tmp_pa
 
 def test_a_run_that_begins_again_remembers_that_it_saved_nothing(tmp_path):
     folder = CheckpointFolder(local(tmp_path / "checkpoints", 4))
-    remember(tmp_path, folder, read_manifest(folder.disk, step_name(4)))
+    manifest = read_manifest(folder.disk, step_name(4))
+    place = {"folder": folder.disk.where, "load_step": -1}
+    remember(tmp_path, folder, manifest)
+    saved = {"run_id": manifest.run_id, "step": 4, "digest": manifest.digest}
+    assert json.loads((tmp_path / NEWEST).read_text()) == saved | place
     remember(tmp_path, folder, None)
+    assert json.loads((tmp_path / NEWEST).read_text()) == {"run_id": "", "step": -1, "digest": "none"} | place
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')  # of a kill before the first save
     for there in (CheckpointFolder(local(tmp_path / "empty")), folder):  # or between that save and its record
         assert check_newest(tmp_path, there, -1, accepts=False) == ""
@@ -83,7 +89,7 @@ def test_a_run_that_begins_again_remembers_that_it_saved_nothing(tmp_path):
     ("settings", "metrics", "is_refused"),
     [
         ("", '{"step": 4, "loss": 1.0}\n{"st', True),
-        ("[checkpoint]\ninterval = 2\n", '{"step": 4}\n', True),
+        ("[checkpoint]\ninterval = 2\n", '{"step": 3}\n{"step": 4}\n', True),
         ("checkpoint = 1", '7\n{"step": 4}\n{"step": "5"}\n', True),
         ("[checkpoint]\nenable = false\n", '{"step": 4}\n', False),
         ("", "", False),

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import shlex
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.errors import CheckpointError, EnvironmentError
 from crius.launch.environment import Placement
-from crius.train import loop, reports
+from crius.train import checkpoints, loop, reports
 from crius.train.inputs import describe_model
 from crius.train.loop import NOTHING, Agreement, Decision
 from crius.train.saving import check_space, checkpoint_bytes, save_plan, size
@@ -107,7 +109,8 @@ def test_muon_saves_one_moment_of_a_matrix_of_a_layer_and_two_of_all_else():
 
 
 def test_sizes_are_in_units_that_can_be_read():
-    assert [size(number) for number in (12, 6.0 * MIB, 1536 * MIB)] == ["12.0 B", "6.0 MiB", "1.5 GiB"]
+    sizes = {1023: "1023.0 B", 1024: "1.0 KiB", 6 * MIB: "6.0 MiB", 1536 * MIB: "1.5 GiB", 2000 * MIB**2: "2000.0 TiB"}
+    assert {number: size(number) for number in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,48 @@ def test_a_run_is_complete_after_its_last_validation_alone(steps, tmp_path):
     (tmp_path / reports.SUMMARY).write_text(steps)
     assert reports.is_complete(tmp_path, 8, 8) == ("null" in steps)
     assert not reports.is_complete(tmp_path, 8, 10) and not reports.is_complete(tmp_path, 9, 9)
+
+
+FIRST = {"val_loss": 1.0, "val_bits_per_byte": 2.0}
+SECOND = {"val_loss": 2.0, "val_bits_per_byte": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("scores", "want"),
+    [
+        ({}, {"val_loss": None, "val_bits_per_byte": None}),
+        ({"": FIRST}, FIRST),
+        ({"": FIRST, "b": SECOND}, FIRST | {"validation_sets": {"": FIRST, "b": SECOND}}),
+    ],
+)
+def test_a_summary_has_the_numbers_of_its_run(scores, want, tmp_path):
+    counted = {"tokens": 70, "skipped_steps": 1, "rolled_back_steps": 2}
+    used = {"wall_seconds": 5.0, "seconds": {"compute": 4.0}, "goodput": 0.8}
+    state = SimpleNamespace(step=7, **counted)
+    ledger = SimpleNamespace(summary=str, wall=lambda: 5.0, parts=lambda: {"compute": 4.0}, goodput=lambda: 0.8)
+    validations = [SimpleNamespace(val_set=name, **score) for name, score in scores.items()]
+    for stopped_by in (None, "SIGTERM"):
+        number = signal.SIGTERM if stopped_by else None
+        reports.write_summary(tmp_path, ledger, state, validations, None, number)
+        found = json.loads((tmp_path / reports.SUMMARY).read_text())
+        assert found == {"steps": 7, "stopped_by": stopped_by, "plan": None, **counted, **used, **want}
+
+
+@pytest.mark.parametrize(
+    ("minutes", "rank", "seconds", "failures", "want"),
+    [
+        (0.0, 0, 999.0, 2, (False, False)),
+        (2.0, 0, 119.9, 3, (False, True)),
+        (2.0, 0, 120.0, 4, (True, True)),
+        (2.0, 1, 120.0, 0, (False, False)),
+    ],
+)
+def test_a_checkpoint_is_due_by_the_clock_of_rank_0(minutes, rank, seconds, failures, want, monkeypatch):
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 1000.0 + seconds)
+    config = SimpleNamespace(checkpoint=SimpleNamespace(interval_minutes=minutes, max_failures=3))
+    saver = SimpleNamespace(poll=lambda: None, failures=failures)
+    run = SimpleNamespace(saver=saver, _config=config, _ranks=SimpleNamespace(rank=rank), _last_time=1000.0)
+    assert checkpoints.Checkpoints.poll(run) == want
 
 
 # --- when ranks ask each other

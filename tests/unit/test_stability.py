@@ -3,9 +3,11 @@
 import json
 import logging
 import math
+import random
 import stat
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from harness import GOLDEN, Alone
@@ -18,7 +20,7 @@ from crius.optim.build import WarmupStableDecay
 from crius.parallel.gradients import Gradients
 from crius.train.guard import UpdateGuard
 from crius.train.stability import Culprit, SpikeMonitor
-from crius.train.state import AfterUpdate, Snapshot, TrainState, leaves
+from crius.train.state import AfterUpdate, Snapshot, TrainState, leaves, restore_streams, seed_streams, streams
 from crius.train.step import StepResult
 
 CPU = torch.device("cpu")
@@ -267,14 +269,16 @@ def test_rollback_of_the_first_step_leaves_the_optimizer_without_state(tmp_path)
     assert bench.state.updates == 0
 
 
-def test_each_change_of_the_weights_is_announced(tmp_path):
+def test_each_change_of_the_weights_is_announced(tmp_path, caplog):
     """By an update, and by a rollback: copies of a GPU's weights may be on their way."""
+    caplog.set_level(logging.INFO, logger="crius.train")
     bench, before = make_bench(tmp_path, nonfinite="rollback"), []
     bench.guard.before_change = lambda: before.append(bench.bits())
     for count, loss in enumerate((2.0, 2.0, math.nan), start=1):
         weights = bench.bits()
         bench.take_step(loss=loss)
         assert len(before) == count and is_same(before[-1], weights)
+    assert sum("are kept every" in line for line in caplog.messages) == 1
 
 
 def test_a_snapshot_is_never_of_weights_that_gave_a_bad_step(tmp_path):
@@ -438,6 +442,22 @@ def test_a_snapshot_restores_any_state_in_place_and_drops_what_came_later():
         assert all(torch.equal(now, then) for now, then in zip(parts, before, strict=True))
         assert optimizer.state[weight] == {"eight_bit": eight_bit, "half": half, "count": 3}
         snapshot.take()
+
+
+def test_random_numbers_go_on_where_their_streams_were_saved():
+    def draws():
+        return random.random(), random.gauss(0, 1), *np.random.randn(3), *torch.rand(2).tolist()
+
+    seed_streams(CPU, 7, "a")
+    first = draws()
+    saved = streams(CPU)  # with the second of two normal numbers that Python and numpy draw at a time
+    later = draws()
+    restore_streams(saved, CPU)
+    assert draws() == later
+    seed_streams(CPU, 7, "a")
+    assert draws() == first
+    seed_streams(CPU, 7, "b")
+    assert not {*draws()} & {*first, *later}
 
 
 class Scaled:
