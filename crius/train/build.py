@@ -257,7 +257,7 @@ def build_part(
     """The stage with only ``modules``, in ``precision``, laid out on the mesh, still on the meta device."""
     part = on_meta(job.config, job.facts)
     prune(part, modules)
-    converted = precision.convert(part, job.mesh.fsdp.size(-1)) if precision else Converted(0)
+    converted = precision.convert(part, job.mesh.layout.fsdp) if precision else Converted(0)
     quantize_base(part, job.facts, job.config.lora)
     set_up_loss(part, run_loss(job, precision), job.config)
     set_up_balance(part, job.config, job.sizes.total)
