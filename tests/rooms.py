@@ -40,6 +40,25 @@ TIMED = (
     "test_mfu_is_unknown_without_a_peak",
     "test_a_phase_may_last_three_times_the_slowest_step_but_one_of_a_hundred",
 )
+OF_LOSS = (
+    "test_the_log_says_what_was_chosen",
+    "test_a_model_has_the_same_loss_and_gradients_chunked_and_off",
+)
+OF_INCIDENTS = (
+    "test_parameters_are_summed_by_layer",
+    "test_an_incident_is_json_also_where_numbers_are_not_finite",
+)
+OF_CHECKPOINTS = (
+    "tests/unit/test_import.py::test_a_run_from_the_checkpoint_of_an_import_has_its_model",
+    "tests/unit/test_foreign_weights.py::test_a_run_from_the_checkpoint_of_kept_adapters_has_their_settings",
+    "tests/unit/test_data_show.py::test_steps_or_epochs_are_those_of_the_stronger_source",
+    "tests/unit/test_data_show.py::test_steps_of_a_checkpoint_do_not_end_epochs_which_count_samples",
+)
+ONE_LAYOUT = "tests/unit/test_planner_auto.py::test_ranks_that_found_other_layouts_are_refused"
+SUMMARISED = (
+    "test_a_run_is_complete_after_its_last_validation_alone",
+    "test_a_summary_has_the_numbers_of_its_run",
+)
 RESUMED = (
     "test_a_resume_leaves_no_more_checkpoints_than_are_to_be_kept",
     "test_a_schedule_that_changes_after_the_next_step_is_said_with_the_first_step_that_it_changes",
@@ -93,6 +112,7 @@ KEPT = (
     "test_the_eos_that_the_run_was_told_ends_a_text_later_too",
     "test_a_converted_tokenizer_is_kept_as_it_was_converted",
     "test_a_tokenizer_is_kept_under_its_usual_name_and_with_the_files_beside_it",
+    "test_a_run_behind_a_url_is_read_with_its_tokenizer",
     "test_an_eos_of_the_source_stays_unless_it_ends_no_text_for_the_tokenizer_of_the_run",
 )
 KEPT_TOKENIZER = tuple(f"tests/unit/test_kept_tokenizer.py::{name}" for name in KEPT)
@@ -130,6 +150,10 @@ LONG_PARSES = (
     f"--deselect={CONFIG}::test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml",
 )
 PRINTED = "tests/unit/test_planner_golden.py::test_a_plan_prints_its_golden_lines"
+DRAWN = (
+    "--deselect=tests/unit/test_activation_auto.py::test_weights_can_be_drawn_where_auto_has_no_batch_to_be_decided_for"
+)
+SHAPED = ("test_a_shape_of_a_file", "test_shapes_have_the_published_number_of_parameters")
 LONG_PLANS = (
     "--deselect=tests/unit/test_planner_memory.py::"
     "test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_the_dry_run",
@@ -331,7 +355,11 @@ ROOMS = {
         "adapters": ("test_foreign_weights",),
         "peft": ("test_foreign_weights",),
         "numbers": ("test_foreign_weights",),
-        "kept": KEPT_TOKENIZER,
+        "kept": (
+            *KEPT_TOKENIZER,
+            "tests/unit/test_import.py::test_what_a_run_was_told_goes_with_its_tokenizer_into_runs_and_imports",
+        ),
+        "hub": ("test_hub",),
         "casting": ("test_export",),
         "context": ("test_export",),
         "unpickle": ("test_hostile", "test_convert"),
@@ -346,7 +374,10 @@ ROOMS = {
         ),
     },
     "train": {
-        "stability": ("test_stability", "test_rules_stability", "test_many_ranks"),
+        "stability": (
+            *("test_stability", "test_rules_stability", "test_many_ranks"),
+            *(f"tests/unit/test_faults.py::{name}" for name in OF_INCIDENTS),
+        ),
         "sdc": ("test_many_ranks", *(f"{SDC}[{layout}]" for layout in ("ddp2", "1")), FLIPPED),
         "saving": ("test_saving", "test_newest", f"{FAULTS}::{FAILED_SAVE}[async-erofs]"),
         "checkpoints": (
@@ -357,10 +388,11 @@ ROOMS = {
         "job": (
             *(f"{FAULTS}::{name}" for name in (f"{FAILED_SAVE}[async-erofs]", BROKEN, STOPPED)),
             *(f"{ORACLE}[{case}]" for case in ("last_partial_batch", "validation")),
+            *("tests/unit/test_hot_loop.py::test_threads_are_set_only_where_torch_has_another_number", ONE_LAYOUT),
         ),
         "inputs": (
             *("test_from_hf", "test_data_boundary", "test_gpu_defaults", "test_saving"),
-            *(f"{ORACLE}[last_partial_batch]", f"{FAULTS}::{RESUMED[2]}", *KEPT_TOKENIZER[1:3]),
+            *(f"{ORACLE}[last_partial_batch]", f"{FAULTS}::{RESUMED[2]}", *KEPT_TOKENIZER[1:3], *OF_CHECKPOINTS),
         ),
         "setup": (
             *("test_dtype_auto", "test_blocked_attention", "test_document_attention", "test_run_file", "test_cards"),
@@ -373,6 +405,7 @@ ROOMS = {
         "reports": (
             *(f"tests/unit/test_hot_loop.py::{name}" for name in REPORTED),
             *(f"tests/unit/test_metrics.py::{name}" for name in TIMED),
+            *(f"tests/unit/test_saving.py::{name}" for name in SUMMARISED),
             f"{ORACLE}[validation]",
         ),
         "guard": (
@@ -384,6 +417,7 @@ ROOMS = {
         "tools": ("test_cards", "test_planner_runs"),
         "state": ("test_stability", "test_many_ranks", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
         "build": (
+            *(f"tests/unit/test_linear_cross_entropy.py::{name}" for name in OF_LOSS),
             *("test_effects", "test_loads", "test_squared_norm", f"{VALIDATED}[pp2]", f"{ORACLE}[experts]"),
             *(f"{LAYOUT}[{case}]" for case in ("llama3 tp2+float8_rowwise", "llama3 fsdp2_tp2", "qwen3_moe fsdp2_ep2")),
         ),
@@ -405,10 +439,14 @@ ROOMS = {
         "render": (PRINTED, "test_planner_output"),
         "remedies": (PRINTED, "test_planner_output", "test_planner_runs"),
         "validate": ("test_planner_validate",),
-        "fit": ("test_planner_validate",),
+        "fit": ("test_activation_auto", DRAWN),
         "explain": (PRINTED, "test_planner_search", "test_planner_output"),
         "plan": (PRINTED, "test_planner_auto", "test_planner_cli", *LONG_PLANS),
         "watch": ("test_planner_runs",),
+        "shapes": (
+            *("test_planner_golden", "test_planner_time"),
+            *(f"tests/unit/test_planner_search.py::{name}" for name in SHAPED),
+        ),
         "out_of_memory": ("test_planner_runs",),
         "": (
             *("test_planner_golden", "test_planner_memory", "test_planner_time", "test_planner_auto"),
