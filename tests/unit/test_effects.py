@@ -11,7 +11,8 @@ from harness import llama, parse
 from torch._inductor.codecache import PyCodeCache
 
 from crius.config.layout import Layout
-from crius.config.training import CompileConfig
+from crius.config.low_precision import LinearChoice
+from crius.config.training import CompileConfig, DenseQuantizeConfig, Float8Config
 from crius.errors import EffectError
 from crius.parallel.activation_checkpoint import CheckpointedBlocks
 from crius.parallel.compile import CompileReport
@@ -19,7 +20,7 @@ from crius.parallel.runtime import World
 from crius.parallel.tensor import AsyncTensorParallel
 from crius.quantize.convert import Converted
 from crius.train import effects
-from crius.train.build import low_precision, planned
+from crius.train.build import LowPrecision, low_precision, planned
 from crius.train.effects import (
     Effect,
     check,
@@ -143,6 +144,18 @@ def test_a_filter_that_leaves_nothing_says_how_to_convert_all_the_same():
     assert planned(config, describe_model(config), accelerated=False, emulated="").advice == ""
     others = tuple(replace(choice, reason="an embedding") for choice in filtered.choices)
     assert replace(filtered, choices=others).advice == ""
+    first, *rest = filtered.choices
+    assert replace(filtered, choices=[replace(first, is_converted=True), *rest]).advice == ""
+
+
+@pytest.mark.parametrize(("padded", "is_said"), [((16, 32), 1), ((32, 32), 0)])
+def test_a_padding_that_no_layer_needs_is_said(padded, is_said):
+    same = {"name": "w1", "shape": (16, 32), "local": (16, 32), "is_converted": True, "reason": ""}
+    choices = [LinearChoice(**same, padded=shape) for shape in (padded, (16, 32))]
+    dense = DenseQuantizeConfig(pad_inner_dim=True, float8=Float8Config(enable=True))
+    lines = LowPrecision(dense, choices, "").lines()
+    assert all(line.startswith("float8: ") for line in lines)
+    assert sum("no layer needs padding" in line for line in lines) == is_said
 
 
 def test_no_graph_means_that_no_block_is_compiled():
