@@ -1,4 +1,4 @@
-"""Bytes and seconds of 160 plans, to six digits, and all lines of five: a slip in any term shows."""
+"""Bytes and seconds of 200 plans, to six digits, and all lines of five: a slip in any term shows."""
 
 import contextlib
 import io
@@ -30,6 +30,8 @@ def plan_of(row):
     """What is largest, and numbers: of the last rank, of the fullest at its peak, of a step."""
     name, _, flavor = row["model"].partition(" ")
     model = SPECS[name].describe(flavor) if flavor else NOT_TRAINABLE_YET[name]
+    if mask := row.get("mask"):
+        model = replace(model, config=replace(model.config, attention_mask=mask))
     if ends := tuple(row.get("adapted", ())):
         model = replace(model, adapted=Adapted(16, tuple(name for name in model.linears if name.endswith(ends))))
     work = Workload(model=model, layout=Layout(**row["degrees"]), **row["fields"])
