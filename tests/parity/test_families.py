@@ -363,11 +363,14 @@ def test_a_key_that_is_left_out_has_the_value_that_transformers_gives_it(name):
     family = registry.families()[name]
     whole = transformers.AutoConfig.for_model(family.model_type).to_dict() | {"norm_topk_prob": True}
     found = []
-    for content in (whole, {key: whole[key] for key in (*NEEDED, "norm_topk_prob")}):
+    needed = {key: whole[key] for key in (*NEEDED, "norm_topk_prob")}
+    for content in (whole, needed, needed | {"rms_norm_eps": None}):
         settings, wrong = judged(content, family, name, with_weights=False)
         assert (wrong, settings.pop("name")) == ([], name)
         found.append(registry.SPECS[name].describe(**settings).config)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
+    null = judged(needed | {"num_key_value_heads": None}, family, name, with_weights=False)[0]
+    assert null["num_kv_heads"] == whole["num_attention_heads"]
 
 
 def words_of(model, family):

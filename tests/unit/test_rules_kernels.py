@@ -1,9 +1,13 @@
 """What ``[kernels]`` refuses before anything starts."""
 
+from types import SimpleNamespace
+
 import pytest
 from test_rules import facts_of
 
+from crius.config.resolve import varlen_obstacle
 from crius.config.rules_training import KERNEL_RULES, attention_backend_runs, cpu_kernels_run_on_cpus
+from crius.config.run import RunConfig, replace_fields
 
 LINEAR, POINTWISE, ATTENTION = "--kernels.linear", "--kernels.pointwise", "--kernels.attention"
 MASK = ["--model.attention_mask", "document"]
@@ -158,3 +162,11 @@ def test_a_kernel_that_cannot_run_is_refused(case):
 )
 def test_a_kernel_that_can_run_is_not_refused(flags, known):
     assert [error for rule in KERNEL_RULES for error in rule(facts_of(flags, **known))] == []
+
+
+@pytest.mark.parametrize(("dims", "is_taken"), [((256, 256), True), ((264, 264), False), ((64, 128), False)])
+def test_varlen_takes_equal_head_dims_up_to_256(dims, is_taken):
+    attention = SimpleNamespace(head_dim=dims[0], value_dim=dims[1])
+    model = SimpleNamespace(layers=[("layers.0", SimpleNamespace(attention=attention))])
+    config = replace_fields(RunConfig(), {"training.mixed_precision_param": "bfloat16"})
+    assert bool(varlen_obstacle(config, model)) != is_taken
