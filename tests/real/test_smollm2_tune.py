@@ -58,7 +58,7 @@ def test_it_takes_little_more_than_its_training_alone(tuned):
     assert seconds <= 1.15 * (cpu_seconds() - before) + 120
 
     alone, its_own = ([row["loss"] for row in steps_of(read_metrics(folder / "runs" / run))] for run in RUNS)
-    assert len(alone) >= 50
+    assert len(alone) >= 10  # lines, of five steps each
     assert alone == its_own
 
 
