@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.rooms import LEFT_OUT, ROOMS
+from tests.rooms import LEFT_OUT, LONG, ROOMS
 
 ROOT = Path(__file__).parent.parent
 FOUND = ROOT / "tests/mutants.toml"
@@ -282,7 +282,11 @@ class Copy:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """As a plugin of the tests in a copy: leave out what is long, unless ``ROOMS`` names it."""
     named = tuple(word for word in config.args if "::" in word)
-    items[:] = [item for item in items if item.nodeid.startswith(named) or not marks_of(item) & {*LEFT_OUT}]
+    items[:] = [
+        item
+        for item in items
+        if item.nodeid.startswith(named) or not (marks_of(item) & {*LEFT_OUT} or {item.name, item.originalname} & LONG)
+    ]
 
 
 def marks_of(item: pytest.Item) -> set[str]:

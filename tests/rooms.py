@@ -135,54 +135,29 @@ MASKED_TOKENS = (
     "test_the_byte_tokenizer_has_masks_too",
     "test_a_character_of_several_tokens_is_whole",
 )
-EXPORTS = (
-    "test_a_run_of_lora_is_a_model_wherever_one_is_taken",
-    "test_an_export_is_of_peft_unless_another_is_asked_for",
-    "test_adapters_are_rounded_after_their_logits_are_compared",
-    "test_a_base_that_is_gone_or_another_one_is_refused_with_its_place",
-    "test_adapters_that_are_not_those_of_the_settings_are_refused",
-)
-LORA = ("test_lora", *(f"--deselect=tests/unit/test_lora.py::{name}" for name in EXPORTS))
-"""``test_lora`` without its trained run, which only ``crius/tools/convert`` needs."""
-LONG_PARSES = (
-    f"--deselect={CONFIG}::test_a_wrong_flag_is_one_message_that_names_it",
-    f"--deselect={CONFIG}::test_no_released_flag_disappears",
-    f"--deselect={CONFIG}::test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml",
-)
 PRINTED = "tests/unit/test_planner_golden.py::test_a_plan_prints_its_golden_lines"
-DRAWN = (
-    "--deselect=tests/unit/test_activation_auto.py::test_weights_can_be_drawn_where_auto_has_no_batch_to_be_decided_for"
-)
 SHAPED = ("test_a_shape_of_a_file", "test_shapes_have_the_published_number_of_parameters")
-LONG_PLANS = (
-    "--deselect=tests/unit/test_planner_memory.py::"
-    "test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_the_dry_run",
-    "--deselect=tests/unit/test_planner_cli.py::test_512_gpus_take_seconds_and_no_torch",
-    "--deselect=tests/unit/test_planner_cli.py::test_models_with_experts_are_planned_by_name_and_flavor_or_in_one_word",
-    "--deselect=tests/unit/test_planner_cli.py::"
-    "test_offloading_is_proposed_where_a_host_may_hold_it_and_nobody_refused",
-)
-"""Tests of many CPU seconds, whose numbers the golden plans have too."""
 ROOMS = {
     "config": {
-        "rules_lora": (*LORA, "test_rules_quantize", "test_rule_bounds"),
+        "rules_lora": ("test_lora", "test_rules_quantize", "test_rule_bounds"),
         "rules": RULES,
         "facts": RULES,
         "changes": ("test_changes", "test_data_boundary", "test_hostile_state", "test_from_hf"),
         "resolve": (
             *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
-            *("test_rules_reproducible", "test_planner_memory", "test_pipeline_stages", *LONG_PARSES),
+            *("test_rules_reproducible", "test_planner_memory", "test_pipeline_stages"),
             "test_rules_kernels",
         ),
-        "lora": (*LORA, DEFAULTS),
+        "lora": ("test_lora", DEFAULTS),
         "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),
         "param_groups": ("test_optim_states", "test_optim", "test_rules_training"),
-        "load": ("test_config", "test_from_hf", *LONG_PARSES),
-        "toml_file": ("test_config", "test_from_hf", "test_help", "test_redact", *LONG_PARSES),
-        "names": ("test_names", "test_config", "test_rules", *LONG_PARSES),
+        "load": ("test_config", "test_from_hf"),
+        "toml_file": ("test_config", "test_from_hf", "test_help", "test_redact"),
+        "names": ("test_names", "test_config", "test_rules"),
+        "moe": ("test_rules_experts", "test_config", "test_typed"),
         "": (
-            *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config", "test_rules_experts"),
-            *("test_typed", "test_rule_bounds", *LONG_PARSES),
+            *("test_layout", "test_globs", "test_pipeline_stages", "test_rules", "test_config", "test_typed"),
+            "test_rule_bounds",
         ),
     },
     "models": {
@@ -263,7 +238,7 @@ ROOMS = {
             *("test_rules_reproducible", "test_exact_sums", "test_many_ranks"),
             *(f"{REPRODUCIBLE}[{layout}]" for layout in ("fsdp2", "ddp2")),
         ),
-        "lora": (*LORA, f"{LAYOUT}[llama3 fsdp2_tp2+lora]"),
+        "lora": ("test_lora", f"{LAYOUT}[llama3 fsdp2_tp2+lora]"),
         "init": (
             *("test_model", f"{LAYOUT}[llama3 fsdp2_tp2]", f"{LAYOUT}[qwen3_moe fsdp2_ep2]"),
             *(f"tests/distributed/test_init.py::{name}" for name in DRAWS),
@@ -299,7 +274,7 @@ ROOMS = {
         ),
     },
     "quantize": {
-        "frozen": (*LORA, f"{LAYOUT}[llama3 fsdp3+nf4]"),
+        "frozen": ("test_lora", f"{LAYOUT}[llama3 fsdp3+nf4]"),
         "": (
             *("test_quantize", "test_rules_quantize", "test_low_precision", "test_many_ranks"),
             *(f"{LAYOUT}[llama3 tp2+float8_rowwise]", f"{LAYOUT}[llama3 fsdp2_tp2+float8+float8_all_gather]"),
@@ -328,9 +303,10 @@ ROOMS = {
             *("test_data_tokenizer", "test_tokenizer_files"),
             *(f"tests/unit/test_chat_masks.py::{name}" for name in MASKED_TOKENS),
         ),
+        "samples": ("test_data_samples", "test_data_boundary"),
         "": (
             *("test_data_corpus", "test_data_documents", "test_data_stream", "test_data_checked", "test_data_tokens"),
-            *("test_data_tokenizer", "test_data_boundary", "test_data_samples", "test_data_prepare"),
+            *("test_data_tokenizer", "test_data_boundary", "test_data_prepare"),
         ),
     },
     "optim": {
@@ -368,10 +344,10 @@ ROOMS = {
             *("test_foreign_weights", "test_import", *KEPT_TOKENIZER[-1:], f"{LOGITS}[phi3]"),
             *(f"{EXPORTED}[{case}]" for case in ("phi3", "gemma3")),
         ),
-        "": (
+        "foreign": (
             *("test_foreign_weights", "test_convert", "test_import_gguf", "test_hostile", "test_hostile_files"),
-            "test_import",
         ),
+        "": ("test_foreign_weights", "test_convert", "test_import"),
     },
     "train": {
         "stability": (
@@ -391,7 +367,7 @@ ROOMS = {
             *("tests/unit/test_hot_loop.py::test_threads_are_set_only_where_torch_has_another_number", ONE_LAYOUT),
         ),
         "inputs": (
-            *("test_from_hf", "test_data_boundary", "test_gpu_defaults", "test_saving"),
+            *("test_data_boundary", "test_gpu_defaults", "test_saving"),
             *(f"{ORACLE}[last_partial_batch]", f"{FAULTS}::{RESUMED[2]}", *KEPT_TOKENIZER[1:3], *OF_CHECKPOINTS),
         ),
         "setup": (
@@ -439,9 +415,10 @@ ROOMS = {
         "render": (PRINTED, "test_planner_output"),
         "remedies": (PRINTED, "test_planner_output", "test_planner_runs"),
         "validate": ("test_planner_validate",),
-        "fit": ("test_activation_auto", DRAWN),
-        "explain": (PRINTED, "test_planner_search", "test_planner_output"),
-        "plan": (PRINTED, "test_planner_auto", "test_planner_cli", *LONG_PLANS),
+        "fit": ("test_activation_auto",),
+        "explain": (PRINTED, "test_planner_search"),
+        "compare": (PRINTED, "test_planner_runs"),
+        "plan": (PRINTED, "test_planner_auto", "test_planner_cli"),
         "watch": ("test_planner_runs",),
         "shapes": (
             *("test_planner_golden", "test_planner_time"),
@@ -450,13 +427,52 @@ ROOMS = {
         "out_of_memory": ("test_planner_runs",),
         "": (
             *("test_planner_golden", "test_planner_memory", "test_planner_time", "test_planner_auto"),
-            *("test_planner_runs", "test_planner_cli", "test_planner_validate", *LONG_PLANS),
+            "test_planner_cli",
         ),
     },
     "tools/evaluate": {"": ("test_evaluate", "test_lm_eval_tasks")},
 }
 """Tests that a developer of a room runs: files of ``tests/unit``, or words of pytest, by what the paths of the room's
 files begin with. They take about 25 CPU seconds at most, on a quiet machine. Of a file, tests with one of the marks
-``LEFT_OUT`` do not run; of a test that is named here, all rows do.
+``LEFT_OUT`` do not run, nor those of ``LONG``; of a test that is named here, all rows do.
 """
 LEFT_OUT = ("full", "matrix", "slow", "real")
+LONG = {
+    "test_10000_mutated_manifests_and_headers_raise_nothing_but_checkpoint_errors",
+    "test_512_gpus_take_seconds_and_no_torch",
+    "test_800_mutated_dcp_checkpoints_raise_nothing_but_checkpoint_errors",
+    "test_a_base_that_is_gone_or_another_one_is_refused_with_its_place",
+    "test_a_faster_layout_that_is_not_taken_is_explained_in_the_12_lines",
+    "test_a_run_of_lora_is_a_model_wherever_one_is_taken",
+    "test_a_narrow_terminal_gets_one_line_for_a_flag",
+    "test_a_size_that_is_left_open_by_a_flag_is_the_files",
+    "test_a_template_that_fails_names_the_row_and_what_it_said[a long sum]",
+    "test_a_template_that_fails_names_the_row_and_what_it_said[time]",
+    "test_a_wrong_flag_is_one_message_that_names_it",
+    "test_adapters_are_rounded_after_their_logits_are_compared",
+    "test_adapters_that_are_not_those_of_the_settings_are_refused",
+    "test_an_export_is_of_peft_unless_another_is_asked_for",
+    "test_an_impossible_case_names_the_fewest_gpus",
+    "test_config_diff_names_the_settings_that_differ",
+    "test_everything_found_fits_and_uses_all_gpus[8b on a node]",
+    "test_float8_makes_linears_faster_and_leaves_experts_as_they_are",
+    "test_lora_is_not_named_where_it_does_not_fit_or_go",
+    "test_memory_budget_keeps_the_share_it_is_given",
+    "test_models_with_experts_are_planned_by_name_and_flavor_or_in_one_word",
+    "test_names_that_lead_outside_open_nothing_there",
+    "test_no_bit_changes_when_compiled_and_blocks_share_a_graph[every_second_block-2]",
+    "test_no_released_flag_disappears",
+    "test_no_secret_is_in_a_refusal",
+    "test_of_a_model_that_is_not_trainable_no_command_is_printed",
+    "test_offloading_is_proposed_where_a_host_may_hold_it_and_nobody_refused",
+    "test_spawned_workers_behave_like_forked_ones",
+    "test_state_is_exact_activations_within_5_and_the_peak_within_8_percent_of_the_dry_run",
+    "test_the_command_that_trains_on_a_prepared_folder_is_whole",
+    "test_the_loss_of_32k_tokens_takes_less_than_a_twentieth_of_the_memory",
+    "test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml",
+    "test_the_train_command_that_is_printed_trains",
+    "test_the_train_command_that_is_printed_works_as_printed",
+    "test_weights_can_be_drawn_where_auto_has_no_batch_to_be_decided_for",
+    "test_without_transformers_it_says_that_logits_are_not_compared",
+}
+"""Tests of many CPU seconds, of which shorter ones of the same rooms make the claims too."""
