@@ -94,6 +94,7 @@ def test_settings_take_a_name_and_keep_its_commit(hub, caplog):
     assert f"hub: {MODEL}@{commit}, 4 files, 0.00 GiB, in " in caplog.text
 
 
+@pytest.mark.full
 def test_a_run_keeps_its_commit_and_a_changed_revision_is_told(hub, caplog, tmp_path, monkeypatch):
     home = tmp_path / "home"
     before = hub.repositories[MODEL].main

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from harness import crius
 from sft_samples import tokenizer_folder
 
@@ -34,6 +35,8 @@ from crius.tools.tune.choose import choose_weights
 from crius.tools.tune.counted import counted
 from crius.tools.tune.held_out import Conversation, change
 from crius.tools.tune.model import opened
+
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 7, 30, 69, 1000, 100_000])
@@ -104,7 +107,6 @@ def test_a_change_is_paired():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a random model of two layers, ``base``, and 60 conversations, ``own.jsonl``."""
-    transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("tune")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=264, max_position_embeddings=256)
@@ -120,7 +122,7 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("ranks", ["1", "4"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("4", marks=pytest.mark.full)])
 def test_a_dry_tune_says_why_and_its_command_is_that_run(ranks, place):
     words = ("--nproc", ranks, "--training.device", "cpu", "--optimizer.lr", "1e-3")
     done = crius("tune", "base", "own.jsonl", "--dry", *words, cwd=place)
@@ -232,6 +234,7 @@ def test_auto_in_a_file_or_as_a_flag_is_written_as_numbers(tmp_path):
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 69
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -270,10 +273,20 @@ def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tun
 
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
-    shutil.move(run, place / "aside")
-    adapted = crius("generate", str(moved / "adapters"), "--chat", "--prompt", "7+1?", cwd=place)
-    merged = crius("generate", str(moved / "merged"), "--chat", "--prompt", "7+1?", cwd=place)
-    shutil.move(place / "aside", run)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(moved / "merged").state_dict()
+    base = transformers.AutoModelForCausalLM.from_pretrained(moved / "base").state_dict()
+    changed = {name.split(".")[-2] for name, weight in merged.items() if not torch.equal(weight, base[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert json.loads((moved / "adapters/adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+
+
+@pytest.mark.full
+def test_adapters_that_were_moved_with_their_base_answer_as_the_merged_model(place, tuned, tmp_path):
+    shutil.copytree(place / "runs/base-own", tmp_path / "moved")
+    shutil.move(place / "runs/base-own", place / "aside")
+    adapted = crius("generate", str(tmp_path / "moved/adapters"), "--chat", "--prompt", "7+1?", cwd=place)
+    merged = crius("generate", str(tmp_path / "moved/merged"), "--chat", "--prompt", "7+1?", cwd=place)
+    shutil.move(place / "aside", place / "runs/base-own")
     assert adapted.returncode == 0 and adapted.stdout == merged.stdout
 
 
@@ -319,6 +332,7 @@ def test_a_gguf_file_of_the_same_name_is_imported_anew(monkeypatch, tmp_path):
         assert (Path(place) / "source").read_text() == str(tmp_path / name / "own.gguf")
 
 
+@pytest.mark.full
 def test_one_conversation_is_too_few(place):
     first = (place / "own.jsonl").read_text().splitlines()[0]
     (place / "one.jsonl").write_text(first)
@@ -326,6 +340,7 @@ def test_one_conversation_is_too_few(place):
     assert done.returncode == 1 and done.stderr.endswith("fix    more conversations\n")
 
 
+@pytest.mark.full
 def test_columns_of_unknown_names_are_asked_for(place):
     done = crius("tune", "base", "own.csv", "--dry", cwd=place)
     fix = "--data.columns 'my frage' --data.columns antwort"
@@ -380,21 +395,26 @@ def test_conversations_of_any_shape_and_language_are_learned(row, is_array, colu
     assert_learned(done, tmp_path / "run")
 
 
+WRONG = [
+    (("nope", "own.jsonl"), "there is no nope"),
+    (("own.jsonl", "own.jsonl"), "fix    crius tune MODEL own.jsonl"),
+    (("own.gguf", "nope.jsonl"), "nope.jsonl does not exist"),  # before it is imported
+    (("base", "own.jsonl", "--validation.interval", "0"), "leave out --validation.interval 0"),
+    (("base", "nope.jsonl"), "nope.jsonl does not exist"),
+    (("base", "own.jsonl", "--optimizer.lrr", "1"), "did you mean --optimizer.lr?"),
+    (("base", "own.jsonl", "--dry_run"), "fix    --dry"),
+    (
+        ("base", "own.jsonl", "--data.source", "stdlib", "--data.format", "documents"),
+        "has no effect with data.source stdlib",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nope", "own.jsonl"), "there is no nope"),
         (("own.jsonl", "base"), "fix    crius tune base own.jsonl"),
-        (("own.jsonl", "own.jsonl"), "fix    crius tune MODEL own.jsonl"),
-        (("own.gguf", "nope.jsonl"), "nope.jsonl does not exist"),  # before it is imported
-        (("base", "own.jsonl", "--validation.interval", "0"), "leave out --validation.interval 0"),
-        (("base", "nope.jsonl"), "nope.jsonl does not exist"),
-        (("base", "own.jsonl", "--optimizer.lrr", "1"), "did you mean --optimizer.lr?"),
-        (("base", "own.jsonl", "--dry_run"), "fix    --dry"),
-        (
-            ("base", "own.jsonl", "--data.source", "stdlib", "--data.format", "documents"),
-            "has no effect with data.source stdlib",
-        ),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in WRONG),
     ],
 )
 def test_what_is_wrong_is_one_error(words, said, place):
