@@ -460,6 +460,7 @@ def test_help_lists_every_setting(crius, monkeypatch):
     assert {f"--{name}" for name in DEFAULTS} <= set(flags_of(crius, monkeypatch, "train"))
 
 
+@pytest.mark.full
 def test_no_released_flag_disappears(crius, monkeypatch):
     """Scripts rely on flags. A new flag: add its line to tests/golden/flags.txt, which is sorted.
 

@@ -61,6 +61,7 @@ def test_common_settings_exist_and_have_a_text(show):
         assert len(re.findall(r"[a-z]+", lines[f"--{name}"].split("  ", 2)[2])) >= 3, lines[f"--{name}"]
 
 
+@pytest.mark.full
 def test_a_narrow_terminal_gets_one_line_for_a_flag():
     lines = harness.crius("train", "--help", COLUMNS="80").stdout.splitlines()
     assert max(map(len, lines)) <= 80
