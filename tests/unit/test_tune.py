@@ -397,11 +397,8 @@ def test_conversations_of_any_shape_and_language_are_learned(row, is_array, colu
 
 WRONG = [
     (("nope", "own.jsonl"), "there is no nope"),
-    (("own.jsonl", "own.jsonl"), "fix    crius tune MODEL own.jsonl"),
     (("own.gguf", "nope.jsonl"), "nope.jsonl does not exist"),  # before it is imported
     (("base", "own.jsonl", "--validation.interval", "0"), "leave out --validation.interval 0"),
-    (("base", "nope.jsonl"), "nope.jsonl does not exist"),
-    (("base", "own.jsonl", "--optimizer.lrr", "1"), "did you mean --optimizer.lr?"),
     (("base", "own.jsonl", "--dry_run"), "fix    --dry"),
     (
         ("base", "own.jsonl", "--data.source", "stdlib", "--data.format", "documents"),
