@@ -52,19 +52,18 @@ def tune(
     folder = Path(given.get("job.run_dir") or f"runs/{plain_name(Path(model).stem)}-{plain_name(Path(data).stem)}")
     asked = [model, data, *settings]
     known = read_record(folder)
-    if known.get("asked") != asked:
-        _check(model, data, settings)
-        if known and dry and "job.run_dir" not in given:
-            folder = another(folder)
-        check_is_new(folder, read_record(folder))
-        known = {}
-    if known:
+    if known.get("asked") == asked:
         emit(f"{folder} goes on")
         check_data(folder, known, corpus_of(_facts(known["words"]))[0])
-    if known and dry:
-        emit(started("train", *known["words"]))
-    if not known:
-        known = {"asked": asked, **_begun(opened(model, folder, emit), data, settings, given, folder, dry=dry)}
+        if dry:
+            emit(started("train", *known["words"]))
+    else:
+        place = _checked(model, data, settings)
+        if known and dry and "job.run_dir" not in given:
+            folder = another(folder)
+            known = read_record(folder)
+        check_is_new(folder, known)
+        known = {"asked": asked, **_begun(opened(place, folder, emit), data, settings, given, folder, dry=dry)}
         if not dry:
             write_record(folder, known)
     if dry:
@@ -95,19 +94,20 @@ def _given(settings: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _check(model: str, data: str, settings: Sequence[str]) -> None:
-    """Refuse wrong settings and places before a model is read.
+def _checked(model: str, data: str, settings: Sequence[str]) -> str:
+    """The path of the model, after wrong settings and places were refused, before it is read.
 
     Raises:
         CriusError: there is no such flag, data or model.
     """
     from crius.data.documents import KINDS, find_files
-    from crius.tools.tune.model import check_model
+    from crius.tools.tune.model import path_of_model
 
     run = _parsed(["--recipe", "tune", "--data.path", data, *settings]).get("run", RunConfig())
-    check_model(model, data)
+    place = path_of_model(model, data)
     if run.data.source in KINDS and run.data.source != "stdlib":
         find_files(run.data)
+    return place
 
 
 def _begun(

@@ -11,15 +11,15 @@ from crius.tools.convert.gguf_file import SUFFIX
 from crius.tools.convert.importing import import_model, place_of
 
 
-def check_model(model: str, data: str) -> None:
-    """Refuse what is no model.
+def path_of_model(model: str, data: str) -> str:
+    """The path of a model, which the hub may have to return first.
 
     Raises:
         ConfigError: there is no ``model``, or it is a file of another kind, perhaps in the place of ``data``.
         EnvironmentError: see ``place_of``.
     """
-    place = Path(place_of(model))
-    if place.is_file() and place.suffix != SUFFIX:
+    place = place_of(model)
+    if Path(place).is_file() and not place.endswith(SUFFIX):
         is_swapped = Path(data).is_dir() or data.endswith(SUFFIX)
         raise ConfigError(
             f"{model} is a file, but no {SUFFIX} file.",
@@ -27,15 +27,15 @@ def check_model(model: str, data: str) -> None:
             why="the model comes first, then the conversations",
             fix=shlex.join(["crius", "tune", *((data, model) if is_swapped else ("MODEL", model))]),
         )
+    return place
 
 
-def opened(model: str, folder: Path, say: Callable[[str], None]) -> str:
+def opened(place: str, folder: Path, say: Callable[[str], None]) -> str:
     """The path of the model for ``checkpoint.init_from``; a GGUF file is imported into the run folder first.
 
     Raises:
         CriusError: see ``import_model``.
     """
-    place = place_of(model)
     if not place.endswith(SUFFIX):
         return place
     about = os.stat(place)
