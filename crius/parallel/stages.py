@@ -127,7 +127,7 @@ def simulate(order: Order, costs: Sequence[float]) -> Timeline:
     busy = [0.0] * len(order)
     done: dict[Action, float] = {}
     flying = [0] * len(costs)
-    most = list(flying)
+    most = [0] * len(costs)
     for rank, action in run_order(order):
         takes = costs[action.stage] * (2 if action.kind == "B" else 1)
         end = max([free[rank], *(done[need] for need in needs(action, last))]) + takes
