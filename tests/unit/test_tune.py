@@ -395,23 +395,19 @@ def test_conversations_of_any_shape_and_language_are_learned(row, is_array, colu
     assert_learned(done, tmp_path / "run")
 
 
-WRONG = [
-    (("nope", "own.jsonl"), "there is no nope"),
-    (("own.gguf", "nope.jsonl"), "nope.jsonl does not exist"),  # before it is imported
-    (("base", "own.jsonl", "--validation.interval", "0"), "leave out --validation.interval 0"),
-    (("base", "own.jsonl", "--dry_run"), "fix    --dry"),
-    (
-        ("base", "own.jsonl", "--data.source", "stdlib", "--data.format", "documents"),
-        "has no effect with data.source stdlib",
-    ),
-]
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("own.jsonl", "base"), "fix    crius tune base own.jsonl"),
-        *(pytest.param(*row, marks=pytest.mark.full) for row in WRONG),
+        (("nope", "own.jsonl"), "there is no nope"),
+        (("own.gguf", "nope.jsonl"), "nope.jsonl does not exist"),  # before it is imported
+        (("base", "own.jsonl", "--validation.interval", "0"), "leave out --validation.interval 0"),
+        (("base", "own.jsonl", "--dry_run"), "fix    --dry"),
+        (
+            ("base", "own.jsonl", "--data.source", "stdlib", "--data.format", "documents"),
+            "has no effect with data.source stdlib",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_error(words, said, place):
