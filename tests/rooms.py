@@ -341,7 +341,7 @@ ROOMS = {
         "unpickle": ("test_hostile", "test_convert"),
         "safetensors": ("test_foreign_weights", "test_hostile_files", "test_hostile", "test_import"),
         "weights": (
-            *("test_foreign_weights", "test_import", *KEPT_TOKENIZER[-1:], f"{LOGITS}[phi3]"),
+            *("test_foreign_weights", "test_newest", "test_import", *KEPT_TOKENIZER[-1:], f"{LOGITS}[phi3]"),
             *(f"{EXPORTED}[{case}]" for case in ("phi3", "gemma3")),
         ),
         "foreign": (

@@ -8,6 +8,7 @@ import pytest
 from harness import ROOT
 
 from crius import cli
+from crius.interop.safetensors_file import said
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -42,3 +43,11 @@ def _log_as_before():
     before = logger.handlers[:], logger.propagate, logger.level
     yield
     logger.handlers[:], logger.propagate, logger.level = before
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """What is logged; a line that another test has caused is logged again."""
+    said.cache_clear()
+    caplog.set_level(logging.INFO, "crius.interop")
+    return lambda: [record.getMessage() for record in caplog.records]

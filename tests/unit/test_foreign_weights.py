@@ -1,26 +1,22 @@
 """Weights of other programs, chosen and read as transformers and PEFT do; what cannot be right is refused by name."""
 
 import json
-import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from checkpoint_samples import local
 from harness import parse
 from pretrained_samples import save_tokenizer
 from safetensors.numpy import load_file, save_file
 
 from crius.checkpoint.load import load_tensors
-from crius.checkpoint.names import step_name
 from crius.cli import main
 from crius.errors import CheckpointError, ConfigError, CriusError
 from crius.interop import numbers, peft
 from crius.interop.foreign import Foreign, check_tiles
-from crius.interop.safetensors_file import ADAPTER_FILE, INDEX, WHOLE, said
-from crius.interop.weights import open_weights, record_of, saved_model, settled
+from crius.interop.safetensors_file import ADAPTER_FILE, INDEX, WHOLE
+from crius.interop.weights import open_weights
 from crius.kernels import choice
 from crius.models import registry
 from crius.tools.convert.exporting import open_source
@@ -78,14 +74,6 @@ def write_shards(folder, tensors, absent=False):
 
 def norm_of(place):
     return np.frombuffer(open_weights(str(place)).tensors["norm.weight"].read(), np.float32)
-
-
-@pytest.fixture
-def lines(caplog, monkeypatch):
-    """What is logged; a line that another test has caused is logged again."""
-    said.cache_clear()
-    caplog.set_level(logging.INFO, "crius.interop")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 @pytest.fixture
@@ -545,47 +533,6 @@ def test_adapters_of_adapters_have_a_largest_depth(kind, adapter, tmp_path, monk
     monkeypatch.setattr("crius.interop.weights._MOST_BASES", 0)
     with pytest.raises(CheckpointError, match="more than 0 levels deep"):
         open_weights(str(tmp_path / kind))
-
-
-def test_a_run_records_the_weights_that_it_starts_from(model, tmp_path, monkeypatch):
-    """A folder by its whole path, a run by its checkpoint, and a URL as it is."""
-    monkeypatch.chdir(tmp_path)
-    import_model("model", "run")
-    place = f"{tmp_path}/run/checkpoints"
-    weights = open_weights("model")
-    kind = "Hugging Face"
-    first = {"origin": f"{kind} folder model", "kind": kind, "path": str(model), "digest": weights.digest}
-    assert record_of(weights, "model") == first
-    assert record_of(weights, "memory://a") == first | {"path": "memory://a"}
-    saved = open_weights("run")
-    kind = "Crius checkpoint"
-    second = {
-        "origin": "step 0 of run/checkpoints",
-        "kind": kind,
-        "path": f"{place}/step-00000000",
-        "digest": saved.digest,
-    }
-    assert record_of(saved, "run") == second
-
-
-@pytest.mark.parametrize(
-    ("damaged", "taken", "is_said"), [((), 6, False), ((2,), 6, False), ((6,), 4, True), ((2, 6), 4, True)]
-)
-def test_the_newest_checkpoint_that_can_be_read_is_taken(damaged, taken, is_said, tmp_path, lines):
-    """And those after it are named; these are of no model."""
-    local(tmp_path, 2, 4, 6)
-    for step in damaged:
-        (tmp_path / step_name(step) / "manifest.json").write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"{step_name(taken)} is an import without settings"):
-        open_weights(str(tmp_path))
-    assert any(f"step {taken} is used, because newer checkpoints are damaged" in line for line in lines()) == is_said
-
-
-def test_sizes_that_a_checkpoint_leaves_open_are_those_of_the_flavor():
-    known = {"name": "llama3", "flavor": "debug"}
-    config = {"name": "llama3", "flavor": "debug", "num_layers": 2, "dim": -1, "ffn_dim": None, "rope_scaling": ""}
-    manifest = SimpleNamespace(config={f"model.{name}": value for name, value in config.items()})
-    assert saved_model(manifest, "here") == settled({**known, "num_layers": 2}) != settled(known)
 
 
 def test_an_adapter_with_a_tensor_of_an_unknown_dtype_is_refused(adapter):

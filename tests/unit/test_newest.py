@@ -1,14 +1,18 @@
-"""A run that finds another newest checkpoint than it saved: what it takes, and what it refuses."""
+"""The newest checkpoint that a run or a reader finds: what is taken, refused, and recorded of it."""
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from checkpoint_samples import local
+from test_foreign_weights import tensors_of, write_model
 
 from crius.checkpoint.folder import CheckpointFolder, read_manifest
 from crius.checkpoint.names import step_name
 from crius.errors import ConfigError
+from crius.interop.weights import open_weights, record_of, saved_model, settled
+from crius.tools.convert.importing import import_model
 from crius.train.saving import NEWEST, check_newest, remember
 
 AGAIN = {"digest": "0" * 32}
@@ -108,3 +112,45 @@ def test_a_run_whose_record_and_checkpoints_vanished_is_refused_if_it_may_have_s
             check_newest(tmp_path, folder, -1, accepts=False)
     line = check_newest(tmp_path, folder, -1, accepts=True)
     assert ("the run begins again, because --checkpoint.restart allows it" in line) == bool(is_refused or record)
+
+
+def test_a_run_records_the_weights_that_it_starts_from(tmp_path, monkeypatch):
+    """A folder by its whole path, a run by its checkpoint, and a URL as it is."""
+    monkeypatch.chdir(tmp_path)
+    model = write_model(tmp_path / "model", tensors_of())
+    import_model("model", "run")
+    place = f"{tmp_path}/run/checkpoints"
+    weights = open_weights("model")
+    kind = "Hugging Face"
+    first = {"origin": f"{kind} folder model", "kind": kind, "path": str(model), "digest": weights.digest}
+    assert record_of(weights, "model") == first
+    assert record_of(weights, "memory://a") == first | {"path": "memory://a"}
+    saved = open_weights("run")
+    kind = "Crius checkpoint"
+    second = {
+        "origin": "step 0 of run/checkpoints",
+        "kind": kind,
+        "path": f"{place}/step-00000000",
+        "digest": saved.digest,
+    }
+    assert record_of(saved, "run") == second
+
+
+@pytest.mark.parametrize(
+    ("damaged", "taken", "is_said"), [((), 6, False), ((2,), 6, False), ((6,), 4, True), ((2, 6), 4, True)]
+)
+def test_the_newest_checkpoint_that_can_be_read_is_taken(damaged, taken, is_said, tmp_path, lines):
+    """And those after it are named; these are of no model."""
+    local(tmp_path, 2, 4, 6)
+    for step in damaged:
+        (tmp_path / step_name(step) / "manifest.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"{step_name(taken)} is an import without settings"):
+        open_weights(str(tmp_path))
+    assert any(f"step {taken} is used, because newer checkpoints are damaged" in line for line in lines()) == is_said
+
+
+def test_sizes_that_a_checkpoint_leaves_open_are_those_of_the_flavor():
+    known = {"name": "llama3", "flavor": "debug"}
+    config = {"name": "llama3", "flavor": "debug", "num_layers": 2, "dim": -1, "ffn_dim": None, "rope_scaling": ""}
+    manifest = SimpleNamespace(config={f"model.{name}": value for name, value in config.items()})
+    assert saved_model(manifest, "here") == settled({**known, "num_layers": 2}) != settled(known)
