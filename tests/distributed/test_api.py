@@ -181,6 +181,7 @@ def test_a_run_leaves_the_process_as_it_was(left):
     assert left["process"] == (True, True, [], 1)
 
 
+@pytest.mark.long
 def test_the_state_of_the_process_has_no_effect_and_is_left_alone(left):
     is_same, losses, _ = left["state"]
     assert is_same and losses == left["first"][0]

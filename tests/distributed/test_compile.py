@@ -270,6 +270,7 @@ def test_the_compiled_loss_has_the_gradient_of_the_plain_one(tmp_path):
     torch.testing.assert_close(compiled, plain, rtol=0, atol=0)  # aot_eager runs the same ATen ops
 
 
+@pytest.mark.long
 def test_the_compilation_of_a_validation_is_no_time_of_the_steps(tmp_path):
     """What a validation compiles takes longer than these steps: taken from them it left compute and goodput 0."""
     size = ("--training.steps", "5", "--model.num_layers", "1", "--validation.interval", "2")

@@ -101,6 +101,7 @@ def test_four_local_workers_meet_in_a_file_store(tmp_path, environ):
     assert {address for record in found for address in record["listens"]} == {"0100007F"}
 
 
+@pytest.mark.long
 def test_the_rank_that_raised_is_blamed_not_those_that_lost_it(tmp_path, environ):
     done = run(raise_on_rank_2, tmp_path, environ)
     assert done.returncode == 1
@@ -108,6 +109,7 @@ def test_the_rank_that_raised_is_blamed_not_those_that_lost_it(tmp_path, environ
     assert done.stderr.endswith("also failed: rank 0, 1, 3 (lost their peer)\n")
 
 
+@pytest.mark.long
 def test_the_rank_that_was_killed_is_blamed_not_those_that_lost_it(tmp_path, environ):
     done = run(kill_rank_3, tmp_path, environ)
     assert done.returncode == 1

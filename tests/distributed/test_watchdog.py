@@ -318,6 +318,7 @@ def launched(layout, run_dir):
     return process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["1", "fsdp2"])
 def test_a_run_that_is_asked_by_a_signal_says_where_its_ranks_are_and_goes_on(layout, tmp_path):
     run_dir, name = tmp_path / "asked", "dump" if layout != "1" else "dump-rank-0"

@@ -45,7 +45,6 @@ def measure(configs, num_ranks, path, placement):
     path.write_text(json.dumps([max(rank.peak.total() for rank in report.ranks) for report in reports]))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "num_ranks", "modes"),
     [

@@ -266,7 +266,7 @@ def test_dropout_draws_the_same_mask_again(config):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_memory_budget_keeps_the_share_it_is_given(fresh_compiler):
     sizes = []
     for budget in (0.0, 0.5, 1.0):

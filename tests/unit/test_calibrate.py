@@ -79,7 +79,6 @@ def quick(monkeypatch):
     return of
 
 
-@pytest.mark.full
 @pytest.mark.long
 def test_calibrate_measures_this_machine_and_writes_a_file_that_plans(user_cache, quick, capsys):
     quick(lambda _, one: one)
@@ -93,7 +92,6 @@ def test_calibrate_measures_this_machine_and_writes_a_file_that_plans(user_cache
     assert found.threads == torch.get_num_threads()
 
 
-@pytest.mark.full
 @pytest.mark.long
 def test_a_machine_whose_runs_contradict_each_other_is_not_written(user_cache, quick, capsys):
     quick(lambda number, one: replace(one, seconds=one.seconds * (10 if number == 3 else 1)), calibrate.MOST_OFF)
@@ -133,7 +131,6 @@ def _processes(words):
     return found
 
 
-@pytest.mark.full
 @pytest.mark.long
 def test_second_turns_that_are_not_done_in_time_do_not_count(user_cache, quick):
     def change(number, one):
@@ -146,7 +143,6 @@ def test_second_turns_that_are_not_done_in_time_do_not_count(user_cache, quick):
     assert [is_needed for _, is_needed in runs] == [True, True, True, False]
 
 
-@pytest.mark.full
 @pytest.mark.long
 def test_a_slow_machine_has_shorter_runs(user_cache, quick, monkeypatch):
     monkeypatch.setattr(calibrate, "SLOW_SECONDS", 0)

@@ -97,7 +97,6 @@ def test_only_the_folder_of_a_step_is_one():
         step_name(-1)
 
 
-@pytest.mark.full
 @pytest.mark.long
 def test_a_save_killed_at_any_moment_leaves_what_was_committed(tmp_path):
     """Over a checkpoint of the same step, which is the worst case: two renames."""

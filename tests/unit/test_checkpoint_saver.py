@@ -69,7 +69,7 @@ def loaded(folder, load_step=-1):
     return step
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_save_killed_at_any_moment_leaves_a_checkpoint_to_go_on_from(tmp_path):
     def prepare(folder):
         saver = saver_in(folder, mode="sync", keep_last=2)

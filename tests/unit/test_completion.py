@@ -83,7 +83,6 @@ def until(terminal, pattern):
     return text
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "want"),
     [

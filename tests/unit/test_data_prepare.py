@@ -105,7 +105,7 @@ def test_an_empty_corpus_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("words", [5, 400, 6000])
 def test_the_train_command_that_is_printed_works_as_printed(tmp_path, monkeypatch, capsys, words):
     """A tokenizer with more ids than the default model has rows, and less text than default sequences need."""

@@ -178,6 +178,7 @@ def test_a_bit_that_is_read_back_otherwise_is_found(run_dir, tmp_path, alone, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_without_transformers_it_says_that_logits_are_not_compared(run_dir, tmp_path, alone, capsys):
     assert cli.main(["export", str(run_dir), str(tmp_path / "hf"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -57,7 +57,7 @@ def test_json_has_a_line_for_each_prompt(rows):
         assert row["finish_reason"] in ("length", "eos") and row["tokens_per_second"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_first_token_waits_for_no_import_of_what_shards_or_compiles(source):
     """They take more time than all the rest of the start; only a fresh interpreter shows them."""
     code = (

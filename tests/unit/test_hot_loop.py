@@ -249,7 +249,6 @@ def keep_weights(config, run_dir, started, placement, wrapped):
     assert asked == [False]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [

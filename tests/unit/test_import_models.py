@@ -78,7 +78,7 @@ def test_what_is_wrong_with_a_module_is_one_error(folder, flags, said):
     assert said in done.stderr and "  fix    " in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_dry_run_holds_a_block_against_its_description(folder):
     done = crius("train", "--import", "bare", "--model.name", "bare", *SHORT, "--dry_run", cwd=folder)
     assert done.returncode == 1 and "bare/tiny does not match its description" in done.stderr, done.stderr

@@ -226,7 +226,7 @@ def test_a_collection_in_a_worker_leaves_what_the_launcher_made_alone(tmp_path):
     assert int((tmp_path / "logs/objects").read_text()) < len(gc.get_objects()) / 10
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_spawned_workers_behave_like_forked_ones(launch, tmp_path):
     assert launch(speak, 2, "spawn").stdout.startswith("out of rank 0")
     done = launch(rank_2_raises, 3, "spawn")

@@ -273,6 +273,7 @@ def test_the_training_room_has_few_files():
     assert len(list((ROOT / "crius" / "train").glob("[!_]*.py"))) <= 16
 
 
+@pytest.mark.full
 def test_no_room_grows_beyond_its_limit():
     most = tokens.limits()
     assert {room: count for room, count in tokens.rooms().items() if count > most[room]} == {}

@@ -193,7 +193,7 @@ def test_flags_of_a_plan_with_experts_are_those_of_a_run(planned):
     assert run.parallelism.total_ranks(64) == 64
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_float8_makes_linears_faster_and_leaves_experts_as_they_are(planned):
     flags = ["--gpus", "64", "--gpu", "b200", "--seq_len", "4096", "--parallelism.tensor_parallel_degree", "1"]
     low = {"bfloat16": [], "float8": ["--precision", "float8"], "mxfp8": ["--quantize.dense.mxfp8.enable"]}

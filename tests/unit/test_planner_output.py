@@ -118,7 +118,6 @@ def test_a_plan_without_measurements_says_so_before_it_recommends(plan):
     assert impossible[1] == lines[1]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "end"),
     [
@@ -146,7 +145,7 @@ def test_what_does_not_fit_ends_with_a_command_that_does(plan, planned, flags, e
         assert planned(*command)[1]["fits"]
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["deepseek-v2-lite-16b", "q32.toml"])
 def test_of_a_model_that_is_not_trainable_no_command_is_printed(plan, planned, tmp_path, monkeypatch, model):
     """There is none that a run takes; the flags of its layout hold for the day on which there is."""

@@ -102,7 +102,7 @@ def test_a_run_with_the_settings_is_what_was_planned_and_its_rules_hold(name, fo
         assert replace(run, stage_layers=()) == candidate.workload  # which splits in the same way: test_planner_memory
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_pasted_flags_give_the_settings(winners):
     name = "8b in float8 on two nodes"
     settings = overrides(CASES[name], winners[name].workload)
@@ -317,7 +317,6 @@ def test_reshard_groups_are_part_of_the_shards(group, found):
         assert isinstance(replace_fields(one.config, settings).parallelism.reshard_after_forward_mode, int)
 
 
-@pytest.mark.full
 @pytest.mark.long
 def test_an_impossible_case_names_the_fewest_gpus():
     one = case(gpus=1, gpu="rtx-4090")

@@ -71,7 +71,6 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.page("docs/plugins.md", "docs/extend.md")
-@pytest.mark.full
 @pytest.mark.long
 def test_the_example_trains(place):
     here, environ = place

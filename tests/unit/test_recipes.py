@@ -28,7 +28,7 @@ def test_every_recipe_of_a_real_model_is_here():
     assert {name for name in recipe_names() if "debug" not in name} - {"verify", "precision", "tune"} == GPUS.keys()
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", GPUS)
 def test_a_recipe_is_planned_for_gpus_that_hold_it(name):
     done = crius("plan", "--recipe", name, "--gpus", str(GPUS[name]), "--gpu", "h100")

@@ -256,6 +256,7 @@ def test_a_page_allows_its_own_script_and_style_and_no_network(tmp_path):
     assert "Permission is hereby granted" in elements.content["script"]  # uPlot's licence comes along
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "steps"), [(1, 200_000), (40, 5_000)])
 def test_a_page_stays_small(number, steps):
     run = history(steps)

@@ -12,6 +12,7 @@ def test_the_data_files_of_a_room_do_not_grow():
     assert {room: words for room, words in tokens.data_words().items() if words > most.get(room, 0)} == {}
 
 
+@pytest.mark.full
 def test_no_program_stands_in_a_string():
     found = {}
     for path in (ROOT / "crius").rglob("*.py"):

@@ -93,7 +93,7 @@ def test_it_answers_at_once_and_without_torch(argv, code, said, tmp_path, torch_
     assert min(spent) < SHARE * torch_seconds
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_train_py_takes_the_flags_of_crius_train():
     script, verb = run("train.py", "--help")[0], run("-m", "crius", "train", "--help")[0]
     assert (script.returncode, script.stdout) == (0, verb.stdout)
@@ -133,7 +133,7 @@ def test_doctor_says_the_line_that_installs_a_missing_package(package, capsys, m
     assert out.rstrip().endswith("not ready: see the lines above" if required else "ready: crius train")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_an_install_line_leaves_compiling_possible():
     """Whoever looks for the module pip makes setuptools' import hook choose the standard library's distutils."""
     code = "from crius.plugins import install_line; print(install_line('a', 'b>1')); import torch.utils.cpp_extension"

@@ -126,7 +126,7 @@ def test_changes_are_counted_from_the_merge_base_or_the_parent(repository, tmp_p
     assert seen(outside) == (set(), "no commit to compare with")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_broken_block_in_a_changed_page_fails_make_test(repository):
     """In a copy of the repository, of which the documents alone are run; the unchanged page's blocks are not."""
     folder, git, commit = repository

@@ -220,7 +220,7 @@ def test_auto_is_a_number_that_follows_from_the_sequences(names, ranks, more, sa
     assert "46 sequences an epoch" in said
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_auto_in_a_file_or_as_a_flag_is_written_as_numbers(tmp_path):
     (tmp_path / "own.txt").write_text("a" * 47 * 32)
     (tmp_path / "auto.toml").write_text('[training]\nepochs = "auto"\n')
@@ -290,7 +290,7 @@ def test_adapters_that_were_moved_with_their_base_answer_as_the_merged_model(pla
     assert adapted.returncode == 0 and adapted.stdout == merged.stdout
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_same_command_goes_on_and_another_one_is_refused(place, tuned):
     again = crius(*WORDS, cwd=place)
     assert again.returncode == 0 and again.stdout.startswith("runs/base-own goes on")
