@@ -23,8 +23,8 @@ DOCS_STAMP := $(STAMP)-docs
 BENCH_OUT := benchmarks/results/$(shell date +%Y-%m-%d)-cpu/peers.json
 
 # uv is many times faster; it does not read pip's settings, so the wheels at hand are named to it
-UV := $(shell command -v uv 2>/dev/null)
-ifdef UV
+UV ?= $(shell command -v uv 2>/dev/null)
+ifneq ($(UV),)
 MAKE_VENV = $(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
 INSTALL = UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(UV) pip install --quiet --python $(BIN)/python
 else
@@ -103,7 +103,8 @@ TOGETHER = tests/distributed tests $(addprefix --ignore=,$(ALONE))
 TESTS = tests
 TIMES := $(VENV)/cpu-times.json
 PASSED := $(VENV)/passed.json
-PYTEST = $(BIN)/pytest --passed $(PASSED) --cpu-times $(TIMES)
+# tests/real runs in neither suite, and importing it takes seconds
+PYTEST = $(BIN)/pytest --passed $(PASSED) --cpu-times $(TIMES) --ignore=tests/real
 TWO = -n 2
 test: $(TEST_STAMP)
 	rm -f $(TIMES) $(PASSED)
