@@ -50,7 +50,8 @@ def _mistakes(
     error: CycloptsError | WrongSettings, argv: Sequence[str], parse: Callable[[list[str]], Any] | None
 ) -> Iterator[CriusError]:
     if isinstance(error, UnusedCliTokensError):
-        yield from map(_stray, error.unused_tokens or ())
+        for word in error.unused_tokens or ():
+            yield _stray(word, argv[0] if argv else "")
     elif isinstance(error, WrongSettings):
         yield from _unknown_flags(error.arguments, argv, argv)
         yield from error.problems
@@ -85,8 +86,8 @@ _FLAG_OF_FILE = {
 }
 
 
-def _stray(word: str) -> ConfigError:
-    """Error about a word of the command line that belongs to no flag."""
+def _stray(word: str, verb: str) -> ConfigError:
+    """Error about a word of the command line of ``verb`` that belongs to no flag."""
     name, equals, value = word.partition("=")
     what = f"{word} does not belong to a flag."
     fix = "leave it out; a flag with several values is repeated: --flag A --flag B"
@@ -98,6 +99,8 @@ def _stray(word: str) -> ConfigError:
         fix = f"write {_FLAG_OF_FILE[suffix]} {shlex.quote(word)} in place of {shlex.quote(word)}"
     elif word == "help":
         fix = "write --help in place of help"
+    elif verb == "generate":
+        fix = f"write --prompt {shlex.quote(word)} in place of {shlex.quote(word)}"
     return ConfigError(what, where="command line", fix=fix)
 
 

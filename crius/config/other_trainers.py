@@ -47,7 +47,7 @@ _MOVED = {
     "compile.enable": "torch_compile training.compile",
     "data.name": "dataset_config",
     "data.packing": "sample_packing",
-    "data.path": "data_files dataset dataset_name datasets.path train_data_path train_file",
+    "data.path": "data_files dataset dataset_name datasets datasets.path train_data_path train_file",
     "data.shuffle": "shuffle_dataset",
     "data.source": "training.dataset",
     "data.source stdlib": "mock_data",
@@ -63,6 +63,7 @@ _MOVED = {
     "kernels.attention flex": "flex_attention",
     "kernels.linear_cross_entropy chunked": "chunked_cross_entropy use_liger_kernel",
     "lora.alpha": "lora_alpha",
+    "lora.base": "quantization quantization_config",
     "lora.base int8": "load_in_8bit",
     "lora.base nf4": "load_in_4bit",
     "lora.rank": "lora_r lora_rank r",
@@ -103,24 +104,24 @@ _MOVED = {
     "optimizer.implementation fused": "optimizer.fused",
     "optimizer.lr": "learning_rate training.lr",
     "optimizer.name adamw": "optim",
-    "parallelism.context_parallel_degree": "context_parallel_size sequence_parallel_degree",
+    "parallelism.context_parallel_degree": "context_parallel_size cp sequence_parallel_degree",
     "parallelism.context_parallel_method": "context_parallel_rotate_method",
     "parallelism.data_parallel_replicate_degree": "dp_replicate_size training.data_parallel_replicate_degree",
     "parallelism.data_parallel_shard_degree": (
-        "data_parallel_size dp_shard_size training.data_parallel_degree training.data_parallel_shard_degree"
+        "data_parallel_size dp dp_shard_size training.data_parallel_degree training.data_parallel_shard_degree"
     ),
     "parallelism.data_parallel_shard_degree -1": (
         "deepspeed fsdp use_distributed_optimizer zero_optimization zero_stage"
     ),
     "parallelism.expert_parallel_degree": "ep expert_model_parallel_size expert_parallel_size",
-    "parallelism.pipeline_parallel_degree": "pipeline_model_parallel_size pipeline_parallel_size",
+    "parallelism.pipeline_parallel_degree": "pipeline_model_parallel_size pipeline_parallel_size pp",
     "parallelism.pipeline_parallel_module_names_per_stage": (
         "parallelism.module_fqns_per_model_part parallelism.pipeline_parallel_split_points"
     ),
     "parallelism.pipeline_parallel_stages_per_rank": "parallelism.pipeline_parallel_layers_per_stage",
     "parallelism.reshard_after_forward_mode": "reshard_after_forward",
     "parallelism.tensor_parallel_degree": (
-        "tensor_model_parallel_size tensor_parallel_size training.tensor_parallel_degree"
+        "tensor_model_parallel_size tensor_parallel_size tp training.tensor_parallel_degree"
     ),
     "profiler.enable true": "profile",
     "profiler.num_steps": "profiler_steps profiling.profiler_active",
@@ -144,7 +145,7 @@ _MOVED = {
         "per_device_train_batch_size train_micro_batch_size_per_gpu training.batch_size"
     ),
     "training.max_norm": "clip_grad grad_clip gradient_clipping max_grad_norm",
-    "training.mixed_precision_param": "dtype torch_dtype",
+    "training.mixed_precision_param": "dtype mixed_precision precision torch_dtype",
     "training.mixed_precision_param bfloat16": "bf16",
     "training.seq_len": (
         "block_size context_length max_length max_seq_len max_seq_length model_max_length seq_length sequence_len"
@@ -222,7 +223,7 @@ NOTHING = {
 }
 
 _LACKING = {
-    "a model is trained to predict the next token; DPO, rewards and RL are not built": "dpo_beta reward_model rl",
+    "a model is trained to predict the next token; DPO, rewards and RL are not built": "dpo dpo_beta reward_model rl",
     "adapters are of linear layers, without biases": "bias lora_bias lora_modules_to_save modules_to_save",
     "adapters start as in the LoRA paper": "init_lora_weights loftq_config peft_init_lora_weights",
     "checkpoints are not compared; checkpoint.keep_every keeps more of them": (
@@ -247,6 +248,7 @@ _LACKING = {
     "crius export --push_to OWNER/NAME uploads to a new private repository, with the login of hf": (
         "hub_model_id hub_private_repo hub_strategy hub_token"
     ),
+    "parallelism.data_parallel_replicate_degree N keeps N whole copies of the model": "ddp ddp_backend",
     "on a GPU training.local_batch_size is lowered until it fits": "auto_find_batch_size",
     "sequences are filled with whole conversations, and columns that nothing uses are not read": (
         "eval_packing group_by_length packing_strategy pad_to_multiple_of pad_to_sequence_len padding_free "
@@ -273,6 +275,7 @@ _OPTIONS = {
     "config": "c cfg config_file config_path",
     "max_new_tokens": "max_gen_len max_tokens n_predict num_tokens",
     "nproc": "devices gpus gpus_per_node n_gpus nproc_per_node num_gpus num_processes",
+    "prompt": "input p query question text",
     "temperature": "temp",
 }
 OPTIONS_BY_NAME = {name: option for option, names in _OPTIONS.items() for name in names.split()}
@@ -371,8 +374,10 @@ _VERBS = {
     "checkpoint ls": "checkpoints,checkpoint list,checkpoint show",
     "checkpoint prune": "checkpoint clean,checkpoint delete,checkpoint remove,checkpoint rm",
     "config show": "config get,config list,config print,settings,show-config",
+    "data doctor": "data analyze,data check,data stats,data validate,data verify",
     "data prepare": "data preprocess,data tokenise,data tokenize,prepare,preprocess,tokenise,tokenize",
     "data show": "data head,data inspect,data preview,data view",
+    "data tokenizer": "data train-tokenizer,tokenizer,train-tokenizer",
     "doctor": "check,diagnose,env,info",
     "evaluate": "benchmark,eval,lm-eval,score,test",
     "export": "convert,merge,merge-lora,push,save,upload",

@@ -55,7 +55,6 @@ FLAGS = {
     "--per_device_train_batch_size 4": "--training.local_batch_size 4",
     "--learning_rate 2e-5": "--optimizer.lr 2e-5",
     "--weight_decay 0.01": "--optimizer.weight_decay 0.01",
-    "--adam_beta2 0.98": "--optimizer.beta2 0.98",
     "--max_grad_norm 0.3": "--training.max_norm 0.3",
     "--warmup_steps 10": "--lr_scheduler.warmup_steps 10",
     "--lr_scheduler_type cosine": "--lr_scheduler.decay_type cosine",
@@ -77,7 +76,6 @@ FLAGS = {
     "--eval_strategy no": "--validation.interval 0",
     "--eval_strategy steps": "--validation.interval 500",
     "--eval_steps 50": "--validation.interval 50",
-    "--save_total_limit 2": "--checkpoint.keep_last 2",
     "--report_to wandb": "--metrics.enable_wandb true",
     "--report_to tensorboard": "--metrics.enable_tensorboard true",
     "--report_to none": "--metrics.enable_wandb false",
@@ -92,7 +90,6 @@ FLAGS = {
     "--train_micro_batch_size_per_gpu 2": "--training.local_batch_size 2",
     "--train_batch_size 32": "--training.global_batch_size 32",
     "--gradient_clipping 1.0": "--training.max_norm 1.0",
-    "--steps_per_print 5": "--metrics.log_interval 5",
     "--num_gpus 2": "--nproc 2",
     # axolotl
     "--adapter lora": "--lora.rank 16",
@@ -109,28 +106,26 @@ FLAGS = {
     "--tensor_parallel_size 2": "--parallelism.tensor_parallel_degree 2",
     # Megatron
     "--train-iters 100": "--training.steps 100",
-    "--seq-length 512": "--training.seq_len 512",
     "--clip-grad 1.0": "--training.max_norm 1.0",
     "--lr-decay-style linear": "--lr_scheduler.decay_type linear",
     "--lr-warmup-iters 10": "--lr_scheduler.warmup_steps 10",
     "--num-query-groups 4": "--model.num_kv_heads 4",
-    "--ffn-hidden-size 1024": "--model.ffn_dim 1024",
-    "--hidden-size 256": "--model.dim 256",
-    "--rotary-base 500000": "--model.rope_theta 500000",
     "--untie-embeddings-and-output-weights": "--model.tied_embeddings false",
     "--recompute-granularity selective": "--activation_checkpoint.mode selective",
     "--save-interval 100": "--checkpoint.interval 100",
     "--save out": "--job.run_dir out",
     "--tensor-model-parallel-size 2": "--parallelism.tensor_parallel_degree 2",
     "--context-parallel-size 2": "--parallelism.context_parallel_degree 2",
-    "--manual-gc-interval 100": "--training.gc_interval 100",
     "--mock-data": "--data.source stdlib",
     # torchtitan, nanoGPT and habits
     "--model.n_layers 4": "--model.num_layers 4",
     "--float8.enable_fsdp_float8_all_gather": "--quantize.dense.float8.enable_fsdp_float8_all_gather",
-    "--block_size 256": "--training.seq_len 256",
     "--n_layer 4": "--model.num_layers 4",
     "--resume runs/a": "--job.run_dir runs/a",
+    "--tp 2": "--parallelism.tensor_parallel_degree 2",
+    "--mixed_precision bf16": "--training.mixed_precision_param bfloat16",
+    "--quantization_config 4bit": "--lora.base nf4",
+    "--datasets chats.jsonl": "--data.path chats.jsonl",
     "--gpus 8": "--nproc 8",
     "--nproc_per_node 8": "--nproc 8",
     "-lr 1e-4": "--lr 1e-4",
@@ -177,6 +172,7 @@ REASONS = {
     "--sequence-parallel": "splits the sequence too",
     "--tokenizer-type Llama3Tokenizer": "a tokenizer.json",
     "--num_machines 2": "each crius train joins them",
+    "--ddp": "keeps N whole copies",
     "--resume": "continues by itself",
     "--resume_from_checkpoint true": "continues by itself",
     "--report_to mlflow": "metrics.sinks takes others",
@@ -186,10 +182,8 @@ REASONS = {
 # verb: the verb of the fix
 VERBS = {
     "eval": "evaluate",
-    "benchmark": "evaluate",
     "sample": "generate",
     "chat": "generate",
-    "inference": "generate",
     "sft": "tune",
     "finetune": "tune",
     "fine_tune": "tune",
@@ -203,6 +197,8 @@ VERBS = {
     "tokenize": "data prepare",
     "data preprocess": "data prepare",
     "data inspect": "data show",
+    "data stats": "data doctor",
+    "data train-tokenizer": "data tokenizer",
     "checkpoint list": "checkpoint ls",
     "checkpoint delete": "checkpoint prune",
     "config print": "config show",
@@ -306,9 +302,11 @@ ELSEWHERE = {
         "steps_per_print train_batch_size train_micro_batch_size_per_gpu vocabulary_size zero_optimization"
     ),
     "launchers: torchrun and accelerate launch": (
-        "gpus_per_node machine_rank main_process_port nnodes nproc_per_node num_machines num_processes"
+        "gpus_per_node machine_rank main_process_port mixed_precision nnodes nproc_per_node num_machines num_processes"
     ),
-    "bitsandbytes, in transformers.BitsAndBytesConfig": "bnb_4bit_compute_dtype bnb_4bit_use_double_quant cpu_offload",
+    "bitsandbytes, in transformers.BitsAndBytesConfig": (
+        "bnb_4bit_compute_dtype bnb_4bit_use_double_quant cpu_offload quantization_config"
+    ),
     "example scripts of transformers": (
         "config_file dataset max_seq_length max_train_steps model_name_or_path no_cuda num_training_steps "
         "num_warmup_steps tokenizer_name tokenizer_name_or_path torch_dtype train_file validation_file"
@@ -316,9 +314,10 @@ ELSEWHERE = {
     "LLaMA-Factory": "lora_rank lora_target",
     "several programs, and habits": (
         "apply_chat_template aux_loss_coef aux_loss_coeff c capacity_factor cfg config_path context_length "
-        "context_parallel_rotate_method data_parallel_size devices ep epochs expert_parallel_size flavour gpus import "
-        "load_balance_coeff max_gen_len max_seq_len max_tokens moe_top_k n_embed n_gpus n_heads n_layers n_predict "
-        "norm_type num_tokens pipeline_parallel_size resume temp top_k wandb z_loss z_loss_coeff zero_stage"
+        "context_parallel_rotate_method cp data_parallel_size datasets ddp devices dp dpo ep epochs "
+        "expert_parallel_size flavour gpus import input load_balance_coeff max_gen_len max_seq_len max_tokens "
+        "moe_top_k n_embed n_gpus n_heads n_layers n_predict norm_type num_tokens p pipeline_parallel_size pp "
+        "precision quantization query question resume temp text top_k tp wandb z_loss z_loss_coeff zero_stage"
     ),
     "config.json of Hugging Face": (
         "attention_dropout decoder_sparse_step head_dim intermediate_size max_length model_max_length "
@@ -436,11 +435,13 @@ def test_help_and_version_need_no_dashes(typed, want, capsys):
     assert want in capsys.readouterr().out
 
 
-def test_a_word_without_dashes_is_answered_with_its_flag():
+def test_a_word_without_dashes_is_answered_with_its_flag(capsys):
     code, told = _told(STRAY)
     assert code == 2
     assert [word for word, fix in STRAY.items() if f"write {fix} in place of {word}\n" not in told] == []
     assert _told(shlex.split(" ".join([*STRAY.values()][:3])))[0] == 0
+    assert main(["generate", "base", "Hi you"]) == 2
+    assert "write --prompt 'Hi you' in place of 'Hi you'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", FILES)
