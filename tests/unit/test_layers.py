@@ -65,6 +65,7 @@ LAZY_ROOMS = (
     ),
     *(f"cli/{name}.py" for name in ("settings", "train", "tune", "verify")),
     "models/registry.py",
+    "plugins.py",  # the list of packages
     "models/decoder.py",  # experts, whose kernels import sympy for seconds before a first token
     "__main__.py",
     "api.py",
