@@ -8,12 +8,10 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import CycloptsError, Parameter
 
@@ -164,9 +162,6 @@ def prepare(
     from crius.data import prepare as preparation
     from crius.data.rows import left_out
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
     say_inferred(RunConfig(data=data))
     _check_corpus(data, tokenizer)
     started = time.monotonic()
@@ -205,11 +200,6 @@ def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
     )
     if problems := [problem for rule in CORPUS_RULES for problem in rule(facts)]:
         raise ConfigError.together(problems)
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """End by an exception, so that half-written files and the processes that tokenise are removed."""
-    raise SystemExit(128 + number)
 
 
 def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> list[str]:

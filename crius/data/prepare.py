@@ -1,8 +1,6 @@
 """Tokenises a local corpus once, into a token folder that is created whole or not at all."""
 
 import contextlib
-import fcntl
-import glob
 import hashlib
 import itertools
 import logging
@@ -11,7 +9,6 @@ import os
 import shutil
 import signal
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing.connection import Connection
@@ -33,6 +30,7 @@ from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
 from crius.data.work import Encode, Encoded, Work, work_on
 from crius.errors import ConfigError, DataError
+from crius.new_folder import new_folder, sync
 
 Worker: TypeAlias = "Connection[Any, Any]"
 """One end of the pipe between a worker and its parent. Chunks go to the worker, ``Encoded`` or an error comes back."""
@@ -77,21 +75,18 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
 
 
 def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_workers: int = 1) -> TokenMeta:
-    """Do ``work`` into ``<out>.tmp-<uuid>``, and rename it to ``out``, which is absent or empty.
+    """Do ``work`` into a folder that becomes ``out``, which is absent or empty.
 
     Raises:
         DataError: there is nothing to write, or the folder cannot be written. No files are left behind.
     """
     start = time.monotonic()
     try:
-        with _temporary_folder(out) as temporary:
+        with new_folder(out) as temporary:
             chunks = _encode_all(work, temporary, num_workers)
             with contextlib.closing(chunks) as encoded:
                 kept = _without_bad_rows(encoded, work.refusals, temporary)
                 meta = _write(temporary, kept, tokenizer, source, work.fingerprint)
-            _sync(temporary)
-            temporary.rename(out)
-            _sync(out.parent)
     except OSError as error:
         raise DataError(
             f"token folder {out} cannot be written: {error.strerror or error}.", where=str(error.filename or out)
@@ -99,43 +94,6 @@ def write(out: Path, work: Work, tokenizer: Tokenizer, *, source: str, num_worke
     seconds = time.monotonic() - start
     _log.info("tokenised %s: %s tokens in %.1f s", source, f"{meta.num_tokens:,}", seconds)
     return meta
-
-
-@contextlib.contextmanager
-def _temporary_folder(out: Path) -> Iterator[Path]:
-    """A new folder next to ``out``, removed at the end unless it was renamed.
-
-    It is locked while it is open. The kernel releases the lock of a process that dies. So the lock distinguishes a
-    folder that is being written from one that a killed process left behind.
-    """
-    collect(out.parent, glob.escape(out.name))
-    temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        with contextlib.ExitStack() as stack:
-            while not temporary.exists():  # another process may remove it before it is locked
-                temporary.mkdir(parents=True)
-                with contextlib.suppress(FileNotFoundError):
-                    stack.enter_context(_locked(temporary))
-            yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def collect(folder: Path, name: str = "*") -> None:
-    """Remove folders in ``folder`` that killed writers left behind and whose names match the pattern ``name``."""
-    for left in folder.glob(f"{name}.tmp-*"):
-        with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
-            shutil.rmtree(left)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, flag: int = 0) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | flag)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _without_bad_rows(encoded: Iterable[Encoded], refusals: Refusals, folder: Path) -> Iterator[Encoded]:
@@ -147,7 +105,7 @@ def _without_bad_rows(encoded: Iterable[Encoded], refusals: Refusals, folder: Pa
             yield chunk
     if bad_rows := refusals.text():
         (folder / BAD_ROWS).write_text(bad_rows, encoding="utf-8", errors="backslashreplace")
-        _sync(folder / BAD_ROWS)
+        sync(folder / BAD_ROWS)
 
 
 def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str, fingerprint: str) -> TokenMeta:
@@ -205,16 +163,8 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
     )
     (folder / META).write_text(meta.to_json())
     for name in (*hashes, HASHES, META):
-        _sync(folder / name)
+        sync(folder / name)
     return meta
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _encode_all(work: Work, temporary: Path, num_workers: int) -> Generator[Encoded, None, None]:

@@ -18,6 +18,7 @@ import pytest
 from harness import ROOT, crius, parse
 
 from crius import cli
+from crius import new_folder as new_folder_module
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data import cache, documents, work
 from crius.data import prepare as prepare_module
@@ -233,23 +234,23 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     data = jsonl(tmp_path, ["a"])
     folder = open_cached(data, BYTE, ByteTokenizer()).folder
     (folder / "tokens.bin").unlink()
-    leftovers = [folder.with_name(f"{name}.tmp-0") for name in (folder.name, "0" * 32, "1" * 32)]
+    leftovers = [folder.with_name(f"{name}.partial-0") for name in (folder.name, "0" * 32, "1" * 32)]
     for leftover in leftovers:
         leftover.mkdir()
-    with prepare_module._locked(leftovers[2]):  # written now
+    with new_folder_module._locked(leftovers[2]):  # written now
         open_cached(data, BYTE, ByteTokenizer())
     assert [leftover.exists() for leftover in leftovers] == [False, False, True]
 
 
 def test_a_folder_that_is_collected_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    real, taken = prepare_module._locked, []
+    real, taken = new_folder_module._locked, []
 
     def locked(folder, *flags):
         if not taken:
             taken.append(folder.rmdir())
         return real(folder, *flags)
 
-    monkeypatch.setattr(prepare_module, "_locked", locked)
+    monkeypatch.setattr(new_folder_module, "_locked", locked)
     prepare(jsonl(tmp_path, ["a"]), BYTE, tmp_path / "out")
     assert taken and sorted(contents(tmp_path / "out")) == FILES
 
@@ -312,10 +313,10 @@ def test_processes_that_open_at_once_tokenise_once(tmp_path):
 
 def test_what_a_killed_writer_left_is_removed_and_what_another_writes_now_is_not(tmp_path):
     data = jsonl(tmp_path, ["a"])
-    left, written = tmp_path / "out.tmp-left", tmp_path / "out.tmp-written"
+    left, written = tmp_path / "out.partial-left", tmp_path / "out.partial-written"
     left.mkdir()
     written.mkdir()
-    with prepare_module._locked(written):
+    with new_folder_module._locked(written):
         prepare(data, BYTE, tmp_path / "out")
     assert not left.exists() and written.exists()
 
@@ -378,7 +379,7 @@ def test_a_stopped_or_killed_preparation_ends_and_leaves_no_process_semaphore_or
     assert writer.stdout.readline() == b"writes\n"
     processes = descendants(writer.pid)
     semaphores = set(re.findall(r"/dev/shm/sem\S+", Path(f"/proc/{writer.pid}/maps").read_text()))
-    assert len(processes) >= 4 and list(tmp_path.glob("out.tmp-*"))
+    assert len(processes) >= 4 and list(tmp_path.glob("out.partial-*"))
     writer.send_signal(number)
     assert writer.wait(30) == (143 if number == signal.SIGTERM else -number)
     writer.stdout.close()
