@@ -4,9 +4,8 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 class RunFile:
@@ -84,23 +83,6 @@ class RunFile:
             self._warn(f"{self._path} {what}: {self._loss}")
 
 
-def json_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The JSON objects of a file of lines, and None for each damaged line; the last line may be incomplete.
-
-    A file that is missing has no lines.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None if line.endswith(b"\n") else {}
-            yield record if isinstance(record, dict) else None
-
-
 class Mirror:
     """A small file with the newest JSON record of a process, readable even if the process cannot answer.
 
@@ -136,9 +118,11 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if is_private:
-            partial.touch(mode=0o600)
-        partial.write_text(text, encoding="utf-8")
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+        new = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if is_private else 0o666)
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
         partial.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

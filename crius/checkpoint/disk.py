@@ -18,6 +18,8 @@ from crius.errors import CheckpointError
 if TYPE_CHECKING:
     from crius.checkpoint.remote_disk import FsspecDisk
 
+MOST_WHOLE = 1 << 28
+"""Most bytes of a file that is read whole: a manifest, a state or a tokenizer. Tensors are read in parts."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # a file may be replaced by a FIFO, on which open would block without O_NONBLOCK
@@ -101,6 +103,9 @@ class LocalDisk:
         """The bytes from ``begin`` to ``end`` (None: the end of the file). Fewer bytes are an error."""
         with self._said("cannot be read", path), self.open(path) as file:
             size = os.fstat(file.fileno()).st_size
+            if end is None and size > MOST_WHOLE:
+                what = f"{path} has {size:,} bytes, but at most {MOST_WHOLE:,} are read."
+                raise CheckpointError(what, where=self.where)
             stop = size if end is None else end
             if not 0 <= begin <= stop <= size:
                 raise CheckpointError(f"{path} has no bytes {begin:,} to {stop:,}, it has {size:,}.", where=self.where)

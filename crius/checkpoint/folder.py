@@ -135,13 +135,15 @@ def damages_of_file(
     """Damages of a file that ``entry`` describes, in one pass: of the whole file and of the tensors in it."""
     name = check_name(path.rpartition("/")[2], disk.where)
     try:
+        size = disk.size(path)
+        if size > entry.size:  # perhaps by far
+            return [Damage(name, "", f"is too long: {size:,} bytes instead of {entry.size:,}")]
         size, digest, digests = _hashes(disk, path, spans, beat)
     except CheckpointError as error:
         return [Damage(name, "", error.what.rstrip("."))]
     found = []
-    if size != entry.size:
-        how = "truncated" if size < entry.size else "too long"
-        found.append(Damage(name, "", f"is {how}: {size:,} bytes instead of {entry.size:,}"))
+    if size < entry.size:
+        found.append(Damage(name, "", f"is truncated: {size:,} bytes instead of {entry.size:,}"))
     for span, of_span in zip(spans, digests, strict=True):
         if of_span != span.digest:
             at = f"bytes {span.begin:,} to {span.end:,}"

@@ -11,6 +11,7 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import parse_folder
 from crius.config.operation import CheckpointConfig
 from crius.errors import ConfigError
+from crius.untrusted import SMALL, text_below
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ def find_checkpoints(path: str, where: str = "command line") -> Checkpoints:
     if parse_folder(name := place.absolute().name):
         parent = str(place.parent if place.name else place.absolute().parent)
         return Checkpoints(CheckpointFolder(open_disk(parent)), name, None)
-    settings = place / "run.toml"
-    if settings.is_file() or (place / CheckpointConfig.folder).is_dir():
-        within = _folder_of(settings)
+    if (place / "run.toml").is_file() or (place / CheckpointConfig.folder).is_dir():
+        within = _folder_of(place)
         where = within if "://" in within else str(place / within)
         return Checkpoints(CheckpointFolder(open_disk(where)), "", place)
     run_dir = place.absolute().parent if (place.absolute().parent / "run.toml").is_file() else None
@@ -60,10 +60,10 @@ def _name(last: str) -> str:
     return last if parse_folder(last) else ""
 
 
-def _folder_of(settings: Path) -> str:
-    """``checkpoint.folder`` in a run.toml."""
+def _folder_of(run_dir: Path) -> str:
+    """``checkpoint.folder`` in the run.toml of a run."""
     try:
-        section = tomllib.loads(settings.read_text(encoding="utf-8")).get("checkpoint", {})
+        section = tomllib.loads(text_below(run_dir, "run.toml", SMALL)).get("checkpoint", {})
     except (OSError, ValueError):
         return CheckpointConfig.folder
     found = section.get("folder") if isinstance(section, dict) else None

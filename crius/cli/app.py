@@ -25,7 +25,7 @@ from crius.config.load import OF_DATA, RunSources, recipe_names
 from crius.config.resolve import USABLE, Resolved, leaves_open
 from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
-from crius.config.toml_file import flatten, toml_table
+from crius.config.toml_file import flatten, settings_of_run
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import Machine, gpu_sharing, missing_for_compile
 from crius.models.huggingface import read_model_settings
@@ -91,7 +91,7 @@ def _located(setting: str, path: str, settings: Mapping[str, str], where: str) -
 
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # whatever a file lacks
         section, _, field = setting.partition(".")
-        saved = toml_table(Path(settings["job.run_dir"]) / "run.toml")[section][field]
+        saved = settings_of_run(settings["job.run_dir"])[section][field]
         if isinstance(saved, str) and _place(saved) == _place(path):
             return path
         begun = snapshot_of(saved if isinstance(saved, str) else saved[0])
@@ -110,7 +110,7 @@ def _place(path: str) -> str:
 def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
     """Settings that come with weights; those of the run's ``run.toml`` if the run began with the same weights."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # whatever a file lacks
-        saved = toml_table(Path(run_dir) / "run.toml") if run_dir else {}
+        saved = settings_of_run(run_dir) if run_dir else {}
         if _place(saved["checkpoint"]["init_from"]) == _place(path):
             return {f"{part}.{name}": value for part in ("model", "tokenizer") for name, value in saved[part].items()}
     from crius.interop.weights import open_weights

@@ -34,7 +34,7 @@ def report(
         )
     histories = [read_run(path) for path in {path.resolve(): path for path in reversed(expanded(runs))}.values()][::-1]
     target = out or (histories[0].path / REPORT if len(histories) == 1 else Path(REPORT))
-    target = target.resolve() if target.is_symlink() else target
+    target = out.resolve() if out and out.is_symlink() else target
     _check(target)
     write_report(histories, target)
     for history in histories:
@@ -45,6 +45,8 @@ def report(
 
 
 def _check(out: Path) -> None:
+    if out.is_symlink():
+        raise ConfigError(f"{out} is a link.", why="it is not followed", fix=f"--out {REPORT}")
     if out.is_dir():
         raise ConfigError(f"{out} is a folder.", where="--out", fix=f"--out {out / REPORT}")
     if out.exists() and not is_report(out):

@@ -40,7 +40,8 @@ def known_model(facts: Facts) -> Violations:
         known = [*facts.specs, *plugins.installed(plugins.MODELS)]
         what = f"no model is called {model.name}{did_you_mean(model.name, known) or '.'}"
         named = imports_of(facts.origin("model.name"))
-        fix = f"add {named}, as the file says" if named else f"use one of {', '.join(known)}"
+        asks = f"the file asks to run the Python code of a module; if you trust it, add {named}"
+        fix = asks if named else f"use one of {', '.join(known)}"
         yield ConfigError(what, where=facts.flag("model.name"), fix=fix)
     elif model.flavor not in spec.known_flavors:
         what = f"{model.name} has no flavor {model.flavor}{did_you_mean(model.flavor, spec.known_flavors) or '.'}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import re
@@ -16,6 +17,7 @@ import tomli_w
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.redact import HIDDEN, redact_value
+from crius.untrusted import read_below, text_below
 
 COMMAND_LINE_ONLY = ("compile.cache_dir",)
 """Settings that a file may not give, because code in the folder that they name is executed."""
@@ -84,14 +86,28 @@ _MAX_DEPTH = 50
 
 
 def toml_table(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """The tables of a TOML file that the user named.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the file is not TOML, or is larger or nested deeper than a config can be; the message says which.
     """
+    if path.exists() and not (path.is_file() or path.is_dir() or str(path).startswith("/dev/fd/")):  # <(...) of a shell
+        raise OSError(errno.EINVAL, "it is not a regular file")
     with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
+        return _table(file.read(MAX_BYTES + 1))
+
+
+def settings_of_run(run_dir: str | Path) -> dict[str, Any]:
+    """The tables of the run.toml of a run folder.
+
+    Raises:
+        OSError, ValueError: see ``crius.untrusted.read_below`` and ``toml_table``.
+    """
+    return _table(read_below(run_dir, "run.toml", MAX_BYTES))
+
+
+def _table(content: bytes) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
     try:
@@ -178,13 +194,14 @@ def in_words(hint: Any) -> str:
 
 
 def imports_of(path: str) -> str:
-    """The flags ``--import MODULE`` in the first lines of a run.toml; empty if there are none."""
+    """The flags ``--import MODULE`` in the first lines of a run.toml; empty if one of them names no module."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            lines = list(itertools.takewhile(lambda line: line.startswith("# --import "), itertools.islice(file, 100)))
+        text = text_below(Path(path).parent, Path(path).name, MAX_BYTES)
     except OSError:
         return ""
-    return " ".join(line[2:].strip() for line in lines if line.isascii() and line.strip().isprintable())
+    lines = list(itertools.takewhile(lambda line: line.startswith("# --import "), text.splitlines()))
+    is_plain = all(re.fullmatch(r"# --import [A-Za-z_]\w*(\.[A-Za-z_]\w*)*", line, re.ASCII) for line in lines)
+    return " ".join(line[2:] for line in lines) if is_plain else ""
 
 
 _LINE = re.compile(
@@ -198,7 +215,8 @@ def other_format(file: Path) -> tuple[str, list[str]]:
     Raises:
         OSError: the file cannot be read.
     """
-    text = file.read_text(encoding="utf-8-sig", errors="replace")
+    with file.open("rb") as opened:
+        text = opened.read(MAX_BYTES).decode("utf-8-sig", "replace")
     with contextlib.suppress(ValueError, RecursionError):
         table = json.loads(text)
         return "JSON", list(_flags_of(table)) if isinstance(table, dict) else []

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from crius.run_file import RunFile
+from crius.untrusted import open_below
 
 _log = logging.getLogger("crius.data")
 _MOST_ATTEMPTS = 1 << 32
@@ -58,7 +59,7 @@ def samples_path(run_dir: Path, rank: int) -> Path:
 def next_attempt(run_dir: Path) -> int:
     """The number of the attempt that begins now, from rank 0's file. One rank calls this and tells the others."""
     found = [-1]
-    with contextlib.suppress(OSError), samples_path(run_dir, 0).open("rb") as file:
+    with contextlib.suppress(OSError), open_below(run_dir / "data", samples_path(run_dir, 0).name) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         for line in file.read().splitlines():
             # the last line may be incomplete, and any line may be damaged: the number after the highest one is free

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from crius.checkpoint.pieces import Shape, TensorSource
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
 from crius.errors import CheckpointError
 from crius.interop.unpickle import refusal
+from crius.untrusted import open_below, read_below
 
 ITEMSIZE = {name: ITEM_BYTES[name] for name in TORCH_NAMES.values()}
 """Bytes per number, by names of dtypes in safetensors files: the dtypes that a Crius checkpoint supports."""
@@ -62,17 +62,10 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
     Raises:
         CheckpointError: there is no regular file with that name.
     """
-    folder, name, where = *_without_cache_link(folder, name), f"{folder}/{name}"
-    assert "/" not in name and name not in ("", ".", "..")
     try:
-        number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_below(*_without_cache_link(folder, name))
     except OSError as error:
-        is_link = (folder / name).is_symlink()
-        raise refusal(where, "it is a link; cp -rL copies its target" if is_link else str(error.strerror)) from None
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise refusal(where, "it is not a regular file")
-    return open(number, "rb")
+        raise refusal(f"{folder}/{name}", str(error.strerror)) from None
 
 
 def _without_cache_link(folder: Path, name: str) -> tuple[Path, str]:
@@ -89,10 +82,10 @@ def read_inside(folder: Path, name: str, most: int) -> bytes:
     Raises:
         CheckpointError: see ``open_inside``; or the file has more than ``most`` bytes.
     """
-    with open_inside(folder, name) as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
-            raise refusal(f"{folder}/{name}", f"it has {size:,} bytes, but at most {most:,} are allowed")
-        return file.read(size)
+    try:
+        return read_below(*_without_cache_link(folder, name), most)
+    except OSError as error:
+        raise refusal(f"{folder}/{name}", str(error.strerror)) from None
 
 
 def size_of(folder: Path, name: str) -> int:

@@ -22,6 +22,7 @@ from crius import plugins
 from crius.config.operation import MetricsConfig
 from crius.metrics.record import Record, Sink, StepMetrics, ValidationMetrics
 from crius.run_file import RunFile
+from crius.untrusted import open_below
 
 log = logging.getLogger("crius.metrics")
 
@@ -194,7 +195,7 @@ def _go_back(path: Path, step: int) -> None:
     kept: list[bytes] = []
     lost: list[bytes] = []
     damaged = mended = 0
-    with path.open("rb") as lines:
+    with open_below(path.parent, path.name) as lines:
         for line in lines:
             whole = line.rstrip() + b"\n"  # even if it ends with another character than a line's end
             at = _step_of(whole)

@@ -13,6 +13,7 @@ from typing import Any
 import wandb
 
 from crius.metrics.record import Record, scalars_of
+from crius.untrusted import SMALL, text_below
 
 log = logging.getLogger("crius.metrics")
 
@@ -93,8 +94,9 @@ def _identity(run_dir: Path, resumed_step: int) -> str:
     """The id of the run, kept in its folder. A new id if the previous run in the folder has ended."""
     file = run_dir / ID
     has_ended = not resumed_step and (run_dir / "summary.json").exists()
-    if not has_ended and file.exists() and (kept := file.read_text(encoding="utf-8").strip()):
-        return kept
+    with contextlib.suppress(OSError):
+        if not has_ended and (kept := text_below(run_dir, ID, SMALL).strip()):
+            return kept
     new = secrets.token_hex(6)
     file.write_text(f"{new}\n", encoding="utf-8")
     return new

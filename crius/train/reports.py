@@ -30,6 +30,7 @@ from crius.run_file import write_run_file
 from crius.train.guard import UpdateGuard
 from crius.train.state import TrainState
 from crius.train.step import Late
+from crius.untrusted import object_below
 
 log = logging.getLogger("crius.train")
 
@@ -364,11 +365,8 @@ def is_complete(run_dir: Path, step: int, steps: int) -> bool:
         step: steps that are done.
         steps: steps of the run.
     """
-    try:
-        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
-        return step >= steps and summary["steps"] == step and summary["stopped_by"] is None
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    summary = object_below(run_dir, SUMMARY) or {}
+    return step >= steps and summary.get("steps") == step and summary.get("stopped_by", "unknown") is None
 
 
 def write_summary(

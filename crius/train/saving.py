@@ -15,12 +15,13 @@ from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import parse_folder, step_name
 from crius.config.resolve import ITEMSIZE
 from crius.config.run import RunConfig
-from crius.config.toml_file import toml_table
+from crius.config.toml_file import settings_of_run
 from crius.errors import CheckpointError, ConfigError, EnvironmentError
 from crius.models.description import ModelDescription
-from crius.run_file import json_records, write_run_file
+from crius.run_file import write_run_file
 from crius.strict_json import load_object
 from crius.train.inputs import checkpoint_folder, describe_model
+from crius.untrusted import HUGE, SMALL, read_below, records_below
 
 log = logging.getLogger("crius.checkpoint")
 
@@ -222,7 +223,7 @@ def _recall(path: Path) -> Newest:
     """The content of the file; if it is missing or damaged, the last step that the run may have saved."""
     least = 0  # a damaged file says that there was a save
     try:
-        found = Newest(**load_object(path.read_bytes()))
+        found = Newest(**load_object(read_below(path.parent, path.name, SMALL)))
         if found.digest and [type(value) for value in found] == [str, int, str, str, int]:
             return found
     except FileNotFoundError:
@@ -235,9 +236,9 @@ def _recall(path: Path) -> Newest:
 def _done(run_dir: Path) -> int:
     """The last step in ``metrics.jsonl``; 0 if there is none, or if the run saved nothing, as its ``run.toml`` says."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if toml_table(run_dir / "run.toml")["checkpoint"]["enable"] is False:
+        if settings_of_run(run_dir)["checkpoint"]["enable"] is False:
             return 0
-    steps = [record.get("step") for record in json_records(run_dir / "metrics.jsonl") if record]
+    steps = [record.get("step") for record in records_below(run_dir, "metrics.jsonl", HUGE) if record]
     return max((step for step in steps if type(step) is int), default=0)
 
 

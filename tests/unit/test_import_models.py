@@ -51,7 +51,7 @@ def test_a_named_module_is_trained_recorded_and_named_again(folder):
     assert again.returncode == 0, again.stderr
     unknown = crius("train", "--config", "r/run.toml", cwd=folder)
     assert unknown.returncode == 2 and "no model is called ours" in unknown.stderr
-    assert "add --import ours, as the file says" in unknown.stderr
+    assert "Python code of a module; if you trust it, add --import ours" in unknown.stderr
 
 
 @pytest.mark.parametrize(

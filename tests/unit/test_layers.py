@@ -30,9 +30,9 @@ TOOLS = (
 )
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "in_process": 4, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
-    **dict.fromkeys(("host", "hub", "plugins", "run_file", "shards", "signals"), -1),
+    **dict.fromkeys(("host", "hub", "new_folder", "plugins", "run_file", "shards", "signals"), -1),
     **dict.fromkeys(("named", "redact"), -2),  # shards has what it says of parts too; tables are printable
-    **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
+    **dict.fromkeys(("units", "silence", "strict_json", "table", "untrusted"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
     **dict.fromkeys(("train", "launch"), 3),
@@ -113,6 +113,7 @@ TORCH_FREE = (
     "tools/convert/*.py",
     "tools/data_audit/*.py",
     "tools/bench/result.py",
+    "new_folder.py",
     "run_file.py",
     "plugins.py",
     "redact.py",
@@ -120,6 +121,7 @@ TORCH_FREE = (
     "table.py",
     "metrics/gpus.py",
     "units.py",
+    "untrusted.py",
     *(
         "models/registry.py",
         "models/spec.py",

@@ -319,7 +319,7 @@ def test_a_run_whose_files_cannot_be_read_has_no_report(name, tmp_path, capsys):
     (run / name).unlink()
     (run / name).mkdir()
     assert cli.main(["report", str(run)]) == 1
-    assert f"{run / name} cannot be read: is a directory" in capsys.readouterr().err
+    assert f"{run / name} cannot be read: it is not a regular file" in capsys.readouterr().err
     assert not (run / "report.html").exists()
 
 
@@ -328,7 +328,7 @@ def test_incidents_that_cannot_be_read_say_so(tmp_path):
     for name in ("step-1.json", "hang-0.txt"):
         (run / "incidents" / name).mkdir(parents=True)
     texts = [incident["text"] for incident in shown(run)["runs"][0]["incidents"]]
-    assert texts == ["This file cannot be read: Is a directory.", "This file cannot be read."]
+    assert texts == ["This file cannot be read: it is not a regular file.", "This file cannot be read."]
 
 
 def test_a_run_with_damaged_lines_only_says_so(tmp_path, capsys):

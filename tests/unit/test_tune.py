@@ -280,7 +280,7 @@ def test_a_model_and_a_file_become_a_tuned_model_that_opens_elsewhere(place, tun
     assert json.loads((moved / "adapters/adapter_config.json").read_text())["base_model_name_or_path"] == "base"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_adapters_that_were_moved_with_their_base_answer_as_the_merged_model(place, tuned, tmp_path):
     shutil.copytree(place / "runs/base-own", tmp_path / "moved")
     shutil.move(place / "runs/base-own", place / "aside")

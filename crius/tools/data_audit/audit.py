@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from crius.data.sample_log import Attempt, samples_path
 from crius.errors import ConfigError, DataError
+from crius.untrusted import SMALL, open_below
 
 Ints = npt.NDArray[np.int64]
 
@@ -235,8 +236,8 @@ def samples_of(logs: dict[int, RankLog], attempt: int, step: int) -> list[int]:
 def _read(path: Path) -> RankLog:
     log = RankLog()
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_below(path.parent, path.name) as file:
+            for number, line in enumerate(iter(lambda: file.readline(SMALL), b""), start=1):
                 if not _take(log, line) and line.strip():
                     log.torn.append(f"{path}:{number} cannot be read and is not counted")
     except OSError as error:

@@ -1,9 +1,7 @@
 """``crius data show``: prints the sequences that a run trains on, or trained on in a step."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from crius.config.run import RunConfig
 from crius.data.corpus import Corpus
@@ -12,6 +10,7 @@ from crius.data.show import ShownDocument, read_shown
 from crius.errors import ConfigError, DataError
 from crius.tools.data_audit.audit import read_logs, samples_of
 from crius.train.inputs import end_sample, open_run_data, run_batch_sizes
+from crius.untrusted import HUGE, records_below
 
 
 def show(
@@ -79,8 +78,7 @@ def _planned(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None, 
 def _batch_of_metrics(run_dir: Path, seq_len: int) -> int:
     """Sequences per step, from the tokens of the first record in metrics.jsonl; 0 without a record."""
     try:
-        with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
-            record: dict[str, Any] = json.loads(next(line for line in file if '"tokens"' in line))
+        record = next(one for one in records_below(run_dir, "metrics.jsonl", HUGE) if one and "tokens" in one)
         return int(record["tokens"]) // int(record["step"]) // seq_len
     except (OSError, ValueError, KeyError, TypeError, StopIteration, ZeroDivisionError):
         return 0

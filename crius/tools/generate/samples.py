@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from crius.interop.weights import Weights
-from crius.run_file import json_records, write_run_file
+from crius.run_file import write_run_file
 from crius.tools.generate.settings import Settings
+from crius.untrusted import records_below
 
 SAMPLES = "samples.jsonl"
 """Name of the file in a run folder."""
@@ -43,7 +44,7 @@ def keep_samples(weights: Weights, answers: Sequence[tuple[str, str]], settings:
         return
     fixed = {"step": weights.saved.manifest.step, **{name: asdict(settings)[name] for name in _KEPT}}
     new = [{"time": time.time(), **fixed, "prompt": _cut(prompt), "text": _cut(text)} for prompt, text in answers]
-    known = {_key(sample): sample for sample in (*_read(run / SAMPLES), *new[:MOST_OF_COMMAND])}
+    known = {_key(sample): sample for sample in (*_read(run), *new[:MOST_OF_COMMAND])}
     newest = sorted(known.values(), key=lambda sample: sample["time"])[-MOST_SAMPLES:]
     write_run_file(run / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in newest), _warn)
 
@@ -52,10 +53,10 @@ def _warn(why: str) -> None:
     sys.stderr.write(f"warning: {why}: the report will not have this text\n")
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The samples of a file, without damaged lines."""
+def _read(run: Path) -> list[dict[str, Any]]:
+    """The samples of a run, without damaged lines."""
     with contextlib.suppress(OSError):
-        return [found for found in json_records(path) if found and isinstance(found.get("time"), (int, float))]
+        return [found for found in records_below(run, SAMPLES) if found and isinstance(found.get("time"), (int, float))]
     return []
 
 

@@ -1,6 +1,5 @@
 """A run's measured speed and memory, and its plan. Torch-free."""
 
-import contextlib
 import json
 import statistics
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Estimate, Workload, from_config
 from crius.units import GIB
+from crius.untrusted import HUGE, read_below, records_below
 
 # Ranges of the rows of benchmarks/planner/measurements.csv
 GENERATIONS = ("ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3")
@@ -287,15 +287,6 @@ def measured_of(records: Iterable[Mapping[str, Any]]) -> Measured:
     return reports.measured()
 
 
-def _records(text: str) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``, without a last one that is still being written."""
-    *whole, last = text.split("\n")
-    found = [json.loads(line) for line in whole]
-    with contextlib.suppress(ValueError):
-        found += [json.loads(last)]
-    return found
-
-
 def compare_run(
     run_dir: Path, config: RunConfig, facts: ModelDescription, hardware: Hardware | None = None
 ) -> Comparison:
@@ -311,10 +302,13 @@ def compare_run(
         ConfigError: the folder lacks these files, or they are damaged.
     """
     try:
-        told = json.loads((run_dir / PLAN).read_text(encoding="utf-8"))
+        told = json.loads(read_below(run_dir, PLAN))
         machine = Machine(**told["machine"])
         mode, microbatch = told["activation_checkpoint"], told.get("microbatch", -1)
-        measured = measured_of(_records((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")))
+        records = list(records_below(run_dir, "metrics.jsonl", HUGE))
+        if None in records:
+            raise ValueError("metrics.jsonl has a damaged line")
+        measured = measured_of(filter(None, records))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{run_dir} cannot be compared with its plan: {error}.",

@@ -1,5 +1,6 @@
 """The files of a run folder, read into one object. No torch."""
 
+import errno
 import json
 import operator
 import sys
@@ -8,14 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crius.config.toml_file import toml_table
+from crius.config.toml_file import settings_of_run
 from crius.errors import ConfigError, EnvironmentError
 from crius.launch.lock import NAME as LOCK
 from crius.redact import redact_value
-from crius.run_file import json_records
+from crius.untrusted import SMALL, names_below, object_below, read_below, records_below, text_below
 
 MARKS = ("run.toml", "metrics.jsonl", LOCK)
 """A folder with one of these files is a run folder."""
+
+_MOST_BYTES = 1 << 30
+_MOST_COLUMNS = 1000
+_MOST_VALUES = 30_000_000
+"""Most bytes of ``metrics.jsonl``, of the fields of its records, and of their values: about 1 GB in memory."""
 
 Columns = dict[str, list[Any]]
 """From the name of a field to its values, one per record, in the order of ``step``; None: the record lacks it."""
@@ -77,9 +83,8 @@ def read_run(path: Path) -> RunHistory:
         return _read(path)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
-        raise EnvironmentError(
-            f"{error.filename or path} cannot be read: {why}.", fix="give this user the right to read it"
-        ) from None
+        fix = "give this user the right to read it" if isinstance(error, PermissionError) else ""
+        raise EnvironmentError(f"{error.filename or path} cannot be read: {why}.", fix=fix) from None
 
 
 def _read(path: Path) -> RunHistory:
@@ -89,33 +94,33 @@ def _read(path: Path) -> RunHistory:
     steps = _Rows()
     sets = dict[str, _Rows]()
     num_damaged = 0
-    for record in json_records(path / "metrics.jsonl"):
+    for record in records_below(path, "metrics.jsonl", _MOST_BYTES):
         num_damaged += record is None
         if record and "loss" in record:
             steps.add(record)
         if record and "val_loss" in record:
             sets.setdefault(str(record.get("val_set") or ""), _Rows()).add(record)
-    starts = [start for start in json_records(path / "starts.jsonl") if start]
+    starts = [start for start in records_below(path, "starts.jsonl") if start]
     first = max((number for number, start in enumerate(starts) if not start.get("step")), default=0)
     began = finite(starts[first].get("time")) if starts else None
     return RunHistory(
         path=path,
-        settings=_settings(path / "run.toml"),
+        settings=_settings(path),
         starts=starts[first:],
         steps=steps.columns(),
         validations={name: rows.columns() for name, rows in sets.items()},
-        summary=read_json(path / "summary.json"),
-        plan=read_json(path / "plan.json"),
-        incidents=dict(_incidents(path / "incidents")),
-        recoveries=[recovery for recovery in json_records(path / "logs" / "recoveries.jsonl") if recovery],
-        samples=list(_samples(path / "samples.jsonl", began or 0.0)),
+        summary=object_below(path, "summary.json"),
+        plan=object_below(path, "plan.json"),
+        incidents=dict(_incidents(path)),
+        recoveries=[recovery for recovery in records_below(path, "logs/recoveries.jsonl") if recovery],
+        samples=list(_samples(path, began or 0.0)),
         num_damaged=num_damaged,
     )
 
 
 def _samples(path: Path, began: float) -> Iterator[dict[str, Any]]:
     """The samples since ``began``: a folder may have been used by an earlier run."""
-    for sample in json_records(path):
+    for sample in records_below(path, "samples.jsonl"):
         is_whole = sample and isinstance(sample.get("prompt"), str) and isinstance(sample.get("text"), str)
         if sample and is_whole and (finite(sample.get("time")) or 0.0) >= began:
             yield sample
@@ -136,8 +141,10 @@ class _Rows:
         count = len(self._places)
         place = self._places.setdefault(step, count)
         for name in record:
-            if name not in self._columns:
+            if name not in self._columns and len(self._columns) < _MOST_COLUMNS:
                 self._columns[name] = [None] * count
+        if count * len(self._columns) > _MOST_VALUES:
+            raise OSError(errno.EFBIG, f"metrics.jsonl has more than {_MOST_VALUES:,} values")
         for name, column in self._columns.items():
             if place == count:
                 column.append(record.get(name))
@@ -154,7 +161,7 @@ class _Rows:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        return dict(_dotted(toml_table(path)))
+        return dict(_dotted(settings_of_run(path)))
     except (FileNotFoundError, ValueError):
         return {}
 
@@ -173,24 +180,16 @@ def finite(value: Any) -> float | None:
     return value if is_number and abs(value) <= sys.float_info.max else None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if the file has no such object."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _incidents(folder: Path) -> Iterator[tuple[str, Any]]:
+def _incidents(run: Path) -> Iterator[tuple[str, Any]]:
     """Names and contents; None for JSON that is damaged, or that this user may not read."""
-    for path in sorted(folder.glob("*")) if folder.is_dir() else []:
+    for name in names_below(run, "incidents"):
+        place = f"incidents/{name}"
         try:
-            if path.suffix == ".json":
-                yield path.name, json.loads(path.read_text(encoding="utf-8"))
-            elif path.suffix == ".txt":
-                yield path.name, path.read_text(encoding="utf-8", errors="replace")
+            if name.endswith(".json"):
+                yield name, json.loads(read_below(run, place, SMALL))
+            elif name.endswith(".txt"):
+                yield name, text_below(run, place, SMALL)
         except OSError as error:
-            yield path.name, None if path.suffix == ".json" else f"This file cannot be read: {error.strerror}."
+            yield name, None if name.endswith(".json") else f"This file cannot be read: {error.strerror}."
         except (ValueError, RecursionError):
-            yield path.name, None
+            yield name, None

@@ -1,5 +1,6 @@
 """The runs in a folder and their states, from the ends of their files: hundreds per second. No torch."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,13 +8,15 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from crius.errors import ConfigError
 from crius.launch.lock import holder_of
 from crius.table import aligned
-from crius.tools.report.history import MARKS, RunHistory, finite, read_json
+from crius.tools.report.history import MARKS, RunHistory, finite
+from crius.untrusted import SMALL, names_below, object_below, open_below, text_below
 
 _TAIL = 1 << 16
 _LONG_TAIL = 1 << 20
@@ -124,15 +127,15 @@ def _row(path: Path, name: str) -> RunRow:
     if not is_run(path):
         return RunRow(name=name, state=RunState("not started"))
     metrics = path / "metrics.jsonl"
-    text = _text(path / "run.toml")
+    text = _text(path)
     training = _section(text, "training")
     checkpoint = _section(text, "checkpoint")
-    lines = _tail(metrics, _TAIL)
+    lines = _tail(path, "metrics.jsonl", _TAIL)
     last = _last(lines, "loss")
-    summary = read_json(path / "summary.json") or {}
+    summary = object_below(path, "summary.json") or {}
     validation = _first_set(lines)
     if validation is None and _section(text, "validation").get("interval"):
-        validation = _first_set(_tail(metrics, _LONG_TAIL))
+        validation = _first_set(_tail(path, "metrics.jsonl", _LONG_TAIL))
     found = last or {}
     step = _whole(found.get("step"))
     state = state_of(path, summary, step, _last_start(path), saves=checkpoint.get("enable") is not False)
@@ -175,7 +178,8 @@ def state_of(
         return RunState("running")
     done = _whole(summary.get("steps"))
     begun = finite(start.get("time"))
-    errors = {file: read_json(file) or {} for file in (path / "logs").glob("rank-*.error.json")}
+    names = [name for name in names_below(path, "logs") if fnmatch(name, "rank-*.error.json")]
+    errors = {path / "logs" / name: object_below(path, f"logs/{name}") or {} for name in names}
     if done is not None and done >= (step or 0):
         # a run that resumed and then failed still has its old summary
         ended = (path / "summary.json").stat().st_mtime
@@ -196,8 +200,10 @@ def _whole(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def _text(run: Path) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return text_below(run, "run.toml", SMALL)
+    return ""
 
 
 def _section(text: str, name: str) -> dict[str, Any]:
@@ -210,17 +216,16 @@ def _section(text: str, name: str) -> dict[str, Any]:
 
 
 def _last_start(path: Path) -> dict[str, Any]:
-    return _last(_tail(path / "starts.jsonl", _TAIL), "time") or {}
+    return _last(_tail(path, "starts.jsonl", _TAIL), "time") or {}
 
 
-def _tail(path: Path, num_bytes: int) -> list[bytes]:
-    """The complete lines among the last bytes of a file."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
+def _tail(run: Path, name: str, num_bytes: int) -> list[bytes]:
+    """The complete lines among the last bytes of a file; a file that is missing has none."""
+    with contextlib.suppress(FileNotFoundError), open_below(run, name) as file:
         start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
         file.seek(start)
-        return file.read().splitlines()[bool(start) :]
+        return file.read(num_bytes).splitlines()[bool(start) :]
+    return []
 
 
 def _last(lines: Sequence[bytes], name: str) -> dict[str, Any] | None:

@@ -21,8 +21,8 @@ from crius.errors import ConfigError
 from crius.launch.stop import Stop, ask_for_signal
 from crius.run_file import write_whole
 from crius.table import aligned
-from crius.tools.report.history import read_json
 from crius.tools.report.runs import RunRow, RunState, is_run, run_row, shown
+from crius.untrusted import object_below
 
 RUN_DIR = "job.run_dir"
 FILE = ".sweep.json"
@@ -140,7 +140,7 @@ def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
         ConfigError: a run there is not one of this sweep or has other flags, another process trains one, or the folder
             cannot be written.
     """
-    noted = (read_json(folder / FILE) or {}).items()
+    noted = (object_below(folder, FILE) or {}).items()
     known = {
         name: words for name, words in noted if isinstance(words, list) and all(isinstance(word, str) for word in words)
     }

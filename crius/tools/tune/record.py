@@ -8,17 +8,14 @@ from typing import Any
 
 from crius.data.samples import SampleSource
 from crius.errors import ConfigError
+from crius.untrusted import object_below
 
 FILE = "tune.json"
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """What an earlier start wrote; empty if there was none, or if it cannot be read."""
-    try:
-        known: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known
+    return object_below(folder, FILE) or {}
 
 
 def check_is_new(folder: Path, known: Mapping[str, Any]) -> None:

@@ -1,0 +1,140 @@
+"""Files that a stranger may have made: opened below a folder that the user named, never through a link, regular files
+only, and at most so many bytes of them. No torch."""
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SMALL = 1 << 20
+"""Most bytes of a line, or of a file with settings."""
+LARGE = 1 << 24
+"""Most bytes of a file that is read whole."""
+HUGE = 1 << 40
+"""Most bytes of a file of lines whose reader keeps little of each."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# open would wait for the writer of a FIFO without O_NONBLOCK
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def open_below(folder: str | Path, name: str) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Args:
+        folder: folder that the user named; its own path may have links.
+        name: path below it, of plain names; a name from a file must have been checked.
+
+    Raises:
+        OSError: there is no such file, a part of ``name`` is a link, or it is no regular file.
+    """
+    with _folder_of(folder, name) as (at, last):
+        number = _open(last, _FILE, at, f"{folder}/{name}")
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is not a regular file", f"{folder}/{name}")
+    return os.fdopen(number, "rb")
+
+
+@contextlib.contextmanager
+def _folder_of(folder: str | Path, name: str) -> Iterator[tuple[int, str]]:
+    """The open folder that ``name`` is in, and its last part."""
+    *folders, last = name.split("/")
+    assert not {".", ".."} & {*folders, last}
+    at = os.open(folder, _FOLDER)
+    try:
+        for part in folders:
+            below = _open(part, _FOLDER | os.O_NOFOLLOW, at, f"{folder}/{name}")
+            os.close(at)
+            at = below
+        yield at, last
+    finally:
+        os.close(at)
+
+
+def _open(name: str, flags: int, folder: int, where: str) -> int:
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    except OSError as error:
+        why = error.strerror
+        with contextlib.suppress(OSError):
+            if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                why = "it is a link; cp -rL copies its target"
+        raise OSError(error.errno, why, where) from None
+
+
+def read_below(folder: str | Path, name: str, most: int = LARGE) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: see ``open_below``; or the file has more than ``most`` bytes.
+    """
+    with open_below(folder, name) as file:
+        return file.read(_size(file, most, f"{folder}/{name}"))
+
+
+def _size(file: BinaryIO, most: int, where: str) -> int:
+    size = os.fstat(file.fileno()).st_size
+    if size > most:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, but at most {most:,} are allowed", where)
+    return size
+
+
+def text_below(folder: str | Path, name: str, most: int = LARGE) -> str:
+    """The text of a file; what is not UTF-8 is replaced.
+
+    Raises:
+        OSError: see ``read_below``.
+    """
+    return read_below(folder, name, most).decode(errors="replace")
+
+
+def names_below(folder: str | Path, name: str) -> list[str]:
+    """Names in a folder below ``folder``, sorted, of whatever kind. A folder that is missing has none.
+
+    Raises:
+        OSError: it cannot be listed, or is a link.
+    """
+    with contextlib.suppress(FileNotFoundError), _folder_of(folder, f"{name}/") as (at, _):
+        return sorted(os.listdir(at))
+    return []
+
+
+def object_below(folder: str | Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None if the file cannot be read or has no object."""
+    try:
+        found = json.loads(read_below(folder, name))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def records_below(folder: str | Path, name: str, most: int = LARGE) -> Iterator[dict[str, Any] | None]:
+    """The JSON objects of a file of lines, and None for each damaged line; the last line may be incomplete.
+
+    A file that is missing has no lines.
+
+    Raises:
+        OSError: see ``read_below``.
+    """
+    with contextlib.suppress(FileNotFoundError), open_below(folder, name) as file:
+        _size(file, most, f"{folder}/{name}")
+        while line := file.readline(SMALL):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) == SMALL:
+                _skip_line(file)
+                yield None
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None if is_whole else {}
+            yield record if isinstance(record, dict) else None
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (rest := file.readline(SMALL)) and not rest.endswith(b"\n"):
+        pass

