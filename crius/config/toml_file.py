@@ -92,7 +92,7 @@ def toml_table(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: the file is not TOML, or is larger or nested deeper than a config can be; the message says which.
     """
-    if path.exists() and not (path.is_file() or path.is_dir() or str(path).startswith("/dev/fd/")):  # <(...) of a shell
+    if path.is_fifo() and not str(path).startswith("/dev/fd/"):  # <(...) of a shell
         raise OSError(errno.EINVAL, "it is not a regular file")
     with path.open("rb") as file:
         return _table(file.read(MAX_BYTES + 1))
