@@ -65,7 +65,7 @@ def long(file, draw):
 
 def link(file, draw):
     file.unlink()
-    outside = file.parent.parent / "outside"
+    outside = next(path / "outside" for path in file.parents if (path / "outside").exists())
     file.symlink_to(draw.choice((outside / "secret", outside, outside / "nothing", "/dev/zero", file.name)))
 
 
