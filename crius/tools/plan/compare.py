@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +287,13 @@ def measured_of(records: Iterable[Mapping[str, Any]]) -> Measured:
     return reports.measured()
 
 
+def _undamaged(records: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
+    for record in records:
+        if record is None:
+            raise ValueError("metrics.jsonl has a damaged line")
+        yield record
+
+
 def compare_run(
     run_dir: Path, config: RunConfig, facts: ModelDescription, hardware: Hardware | None = None
 ) -> Comparison:
@@ -305,10 +312,7 @@ def compare_run(
         told = json.loads(read_below(run_dir, PLAN))
         machine = Machine(**told["machine"])
         mode, microbatch = told["activation_checkpoint"], told.get("microbatch", -1)
-        records = list(records_below(run_dir, "metrics.jsonl", HUGE))
-        if None in records:
-            raise ValueError("metrics.jsonl has a damaged line")
-        measured = measured_of(filter(None, records))
+        measured = measured_of(_undamaged(records_below(run_dir, "metrics.jsonl", HUGE)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{run_dir} cannot be compared with its plan: {error}.",
