@@ -1,4 +1,4 @@
-"""``crius`` commands without the seconds that importing torch takes: a process that has imported it forks one each.
+"""``crius`` commands without the seconds that imports take: a process that has imported torch and Crius forks one each.
 
 ``client`` gives an executable that takes the arguments of ``crius``; its folder may be put on a PATH. A command keeps
 its own working folder, environment, standard streams, exit code and signals. What only a fresh interpreter shows (what
@@ -71,7 +71,13 @@ def stop() -> None:
 
 def serve(address: str) -> None:
     import torch
+    import torch.distributed.checkpoint
 
+    import crius.cli
+    import crius.train.job  # noqa: F401
+    from crius.tools.report import sweep
+
+    sweep.PROGRAM[:] = [str(Path(address).parent / "bin" / "crius")]  # a run of a sweep is such a command too
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
