@@ -1,5 +1,6 @@
 """``crius export``: what transformers loads, read back and compared; nothing half-written, whatever goes wrong."""
 
+import contextlib
 import json
 import shutil
 import tracemalloc
@@ -29,7 +30,7 @@ from crius.interop.weights import open_weights
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import SPECS, families
 from crius.models.rope import Llama3Scaling, rope_scaling_text
-from crius.tools.convert import exporting, logits
+from crius.tools.convert import comparison, exporting, logits
 from crius.tools.convert.dcp_out import export_dcp
 from crius.tools.convert.exporting import export_model, open_source
 from crius.tools.convert.tokenizer_out import byte_tokenizer
@@ -96,12 +97,11 @@ def alone(monkeypatch):
 def compared_here(monkeypatch):
     """Logits are compared in this process, which has imported transformers. The last test of modules starts one."""
 
-    def run(command, input, **options):
-        job = json.loads(input)
-        found = logits.compare(**job | {"folder": Path(job["folder"])})
-        return SimpleNamespace(returncode=0, stdout=json.dumps(found))
+    @contextlib.contextmanager
+    def here():
+        yield lambda job: logits.compare(**job | {"folder": Path(job["folder"])})
 
-    monkeypatch.setattr(exporting, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(comparison, "_process", here)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """``crius export``: weights of a run as a folder that transformers loads, proven by reading it back. No torch."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +17,7 @@ from crius.checkpoint.pieces import TensorSource
 from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.errors import CheckpointError, ConfigError
-from crius.host import free_host_bytes, python_path
+from crius.host import free_host_bytes
 from crius.interop.casting import FLOATS, cast
 from crius.interop.context import longest_context
 from crius.interop.kept import CONFIG, CONTEXT
@@ -28,25 +25,16 @@ from crius.interop.safetensors_file import INDEX, SUFFIX, read_safetensors
 from crius.interop.weights import Weights, described, open_weights, settled
 from crius.models.config import WORDS
 from crius.models.huggingface import HuggingFace, config_of, rows_of, settings_in, with_changes
-from crius.models.registry import IMPORTED, foreign_names
+from crius.models.registry import foreign_names
 from crius.plugins import REQUIREMENTS, install_line
+from crius.tools.convert.comparison import Compare, compared
 from crius.tools.convert.convert import shares
 from crius.tools.convert.model_card import model_card
 from crius.tools.convert.new_folder import new_folder
 from crius.tools.convert.tokenizer_out import write_tokenizer
 
 SHARD_BYTES = 5 * 10**9
-TOLERANCE = 1e-5
-"""Largest difference of logits in float32, relative to the largest one. Other orders of the same sums give as much;
-another model gives more."""
-
-ROUNDINGS = 3
-LIMIT = 1e-3
-"""Factor for sensitive models, in which rounding alone exceeds the limit. Their float32 logits are compared with their
-own float64 logits, and may be this many times as far from those of transformers, but no further than the limit."""
-
 _WRITTEN = "tensors"
-_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,13 +237,14 @@ def written(
     return Export(where=target, source=source, tensors=len(parts), dtypes=dtypes, num_bytes=size, **told)
 
 
-def export_model(source: Source, target: str, dtype: str = "") -> Export:
+def export_model(source: Source, target: str, dtype: str = "", compare: Compare = compared) -> Export:
     """Write ``source`` as the Hugging Face folder ``target``, one tensor at a time in memory.
 
     Args:
         source: see ``open_source``.
         target: folder; new or empty. All of it is written, or nothing.
         dtype: see ``parts_of``.
+        compare: compares its logits with those of transformers.
 
     Raises:
         CriusError: the target exists, Hugging Face has no such model, the source is damaged or has no tokenizer, or
@@ -279,7 +268,7 @@ def export_model(source: Source, target: str, dtype: str = "") -> Export:
             kind=family.architecture,
             files=files,
             tokenizer=about,
-            logits=_logits(folder, source.weights, facts.num_parameters),
+            logits=_logits(folder, source.weights, facts.num_parameters, compare),
         )
         told = {"written by Crius": __version__, "parameters": f"{facts.num_parameters:,}", **source.facts}
         told |= {name: str(value) for name, value in source.weights.sizes.items()}
@@ -363,8 +352,8 @@ def write_parts(folder: Path, parts: Sequence[Part], stem: str = "model", most: 
     return hashes
 
 
-def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
-    """Compare logits, and ids of the tokenizer, with those of transformers, in a process of its own.
+def _logits(folder: Path, weights: Weights, num_parameters: int, compare: Compare) -> str:
+    """Compare logits, and ids of the tokenizer, with those of transformers.
 
     Raises:
         CheckpointError: transformers does not load the export, or has other logits or ids.
@@ -376,50 +365,10 @@ def _logits(folder: Path, weights: Weights, num_parameters: int) -> str:
     needed = 5 * num_parameters  # in float32, one model after the other, with activations
     if needed > (free := free_host_bytes()):
         return f"not compared: it takes {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} are free"
-    return compared({"folder": str(folder), **job_of(weights)})
+    return compare({"folder": str(folder), **job_of(weights)})
 
 
 def job_of(weights: Weights) -> dict[str, Any]:
     """Facts about the source that ``crius.tools.convert.logits`` needs."""
     told = {"tokenizer": weights.tokenizer, "eos_token": weights.eos_token}
     return {"model": dict(weights.model), **told}
-
-
-def compared(job: Mapping[str, Any]) -> str:
-    """Result of ``crius.tools.convert.logits`` for ``job``, in a process of its own, in words.
-
-    Raises:
-        CheckpointError: transformers or PEFT does not load the export, or has other logits or ids.
-    """
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "crius.tools.convert.logits", *IMPORTED],
-        input=json.dumps({**job, "tolerance": TOLERANCE}),
-        text=True,
-        capture_output=True,
-        env={**os.environ, **_QUIET, "PYTHONPATH": python_path()},
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise _unproven(f"{'peft' if 'base' in job else 'transformers'} does not load it", last)
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "difference" not in found:
-        return f"not compared: {found['version']} has no such architecture"
-    if found["texts"]:
-        fix = f"--no_tokenizer, and {job['tokenizer']} beside it with a tokenizer_config.json that says "
-        fix += '"tokenizer_class": "PreTrainedTokenizerFast"'
-        raise _unproven(f"AutoTokenizer makes other ids of {found['texts'][0]!r}", "its class differs", fix)
-    scale = found["largest"] or 1.0
-    share = found["difference"] / scale
-    rounding = found["rounding"] / scale
-    told = f"max difference {share:.1e} x max |logit| {found['largest']:.3g} from {found['version']}"
-    limit = max(TOLERANCE, min(ROUNDINGS * rounding, LIMIT))
-    if not share <= limit:
-        raise _unproven(told, f"another order of sums gives at most {limit:.1e}")
-    at_most = f"at most {limit:.1e}"
-    if limit > TOLERANCE:
-        at_most += f", since rounding alone moves this model by {rounding:.1e}"
-    return f"{told}, float32, {found['tokens']} tokens, {at_most}"
-
-
-def _unproven(what: str, why: str, fix: str = "report it with what crius doctor prints") -> CheckpointError:
-    return CheckpointError(f"the export differs from the model: {what}; it was removed.", why=why, fix=fix)

@@ -1,6 +1,7 @@
 """Logits and token ids of an export, in transformers or PEFT, and here: ``python -m crius.tools.convert.logits``.
 
-It runs in a process of its own because of its memory. It reads a job from stdin and prints the results as JSON.
+It runs in a process of its own because of its memory. It reads a job from each line of stdin, and prints its results as
+a line of JSON.
 """
 
 import json
@@ -115,6 +116,9 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.path.insert(0, os.getcwd())  # as the command line does for --import
         import_models(sys.argv[1:], "command line")
-    job = json.load(sys.stdin)
-    job["folder"] = Path(job["folder"])
-    sys.stdout.write(json.dumps(compare(**job)) + "\n")
+    results = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # other libraries print too
+    for line in sys.stdin:
+        job = json.loads(line)
+        job["folder"] = Path(job["folder"])
+        results.write(json.dumps(compare(**job)) + "\n")

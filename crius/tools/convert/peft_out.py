@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +19,10 @@ from crius.interop.peft import PREFIX, foreign_modules
 from crius.interop.safetensors_file import ADAPTER_CONFIG, read_safetensors
 from crius.interop.weights import Weights, open_weights
 from crius.plugins import REQUIREMENTS, install_line
+from crius.tools.convert.comparison import Compare, Job, compared
 from crius.tools.convert.exporting import (
     Export,
     Source,
-    compared,
     job_of,
     parts_of,
     write_parts,
@@ -37,13 +37,14 @@ _ONE_FILE = 1 << 62
 """Bytes of a file: PEFT reads one file of any size."""
 
 
-def export_peft(source: Source, target: str, dtype: str = "") -> Export:
+def export_peft(source: Source, target: str, dtype: str = "", compare: Compare = compared) -> Export:
     """Write the adapters of ``source`` as the PEFT folder ``target``.
 
     Args:
         source: see ``crius.tools.convert.exporting.open_source``; a LoRA run.
         target: folder; new or empty. All of it is written, or nothing.
         dtype: dtype of the adapters; empty: unchanged.
+        compare: compares its logits with those of PEFT.
 
     Raises:
         CriusError: the source has no adapters, the target exists, Hugging Face has no such model, the source is
@@ -73,7 +74,7 @@ def export_peft(source: Source, target: str, dtype: str = "") -> Export:
         config = adapter_config(adapters, weights, list(modules.values()), base)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         files = write_parts(folder, exact, _STEM, most=_ONE_FILE)
-        logits = _logits(folder, weights, adapters, base)
+        logits = _logits(folder, weights, adapters, base, compare)
         if is_rounded:  # rounding is not an error of the export; rounded tensors are read back below
             files = write_parts(folder, parts, _STEM, most=_ONE_FILE)
             logits += f", before the adapters were rounded to {dtype}"
@@ -173,8 +174,8 @@ def _shortened(modules: Sequence[str], num_layers: int) -> list[str]:
     return sorted(counts) if set(counts.values()) <= {num_layers} else list(modules)
 
 
-def _logits(folder: Path, weights: Weights, adapters: Adapters, base: Base) -> str:
-    """Compare logits with those of PEFT, in a process of its own.
+def _logits(folder: Path, weights: Weights, adapters: Adapters, base: Base, compare: Compare) -> str:
+    """Compare logits with those of PEFT.
 
     Raises:
         CheckpointError: PEFT does not load the export, or has other logits.
@@ -188,10 +189,10 @@ def _logits(folder: Path, weights: Weights, adapters: Adapters, base: Base) -> s
     needed = 9 * weights.facts.num_parameters  # in float32, with one more copy while adapters are added
     if needed > (free := free_host_bytes()):
         return f"not compared: it takes {needed / 2**30:,.1f} GiB of memory, but {free / 2**30:,.1f} are free"
-    job: Mapping[str, Any] = {
+    job: Job = {
         **job_of(weights),
         "folder": str(folder),
         "base": base.folder,
         "source": adapters.where,
     }
-    return compared(job)
+    return compare(job)

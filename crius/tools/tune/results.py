@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from crius.interop.safetensors_file import ADAPTER_CONFIG
+from crius.tools.convert.comparison import comparing
 from crius.tools.convert.exporting import export_model, open_source
 from crius.tools.convert.new_folder import new_folder
 from crius.tools.convert.peft_out import Base, base_of, export_peft
@@ -32,10 +33,12 @@ def leave(run: Path) -> list[str]:
     source = open_source(str(run), -1)
     for name in (MERGED, ADAPTERS):
         shutil.rmtree(run / name, ignore_errors=True)
-    done = export_model(source, str(run / MERGED))
+    with comparing() as compare:
+        done = export_model(source, str(run / MERGED), compare=compare)
+        if source.weights.adapters:
+            export_peft(source, str(run / ADAPTERS), compare=compare)
     lines = [f"{run / MERGED}: {done.kind}, {done.num_bytes / 2**20:,.1f} MiB, opens in transformers"]
     if source.weights.adapters:
-        export_peft(source, str(run / ADAPTERS))
         beside = _keep_base(run, base_of(source.weights.adapters))
         lines.append(f"{run / ADAPTERS}: adapters{beside}, open in PEFT:")
         opened = f"from peft import AutoPeftModelForCausalLM as A; A.from_pretrained('{ADAPTERS}')"
