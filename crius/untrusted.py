@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -138,3 +138,41 @@ def records_below(folder: str | Path, name: str, most: int = LARGE) -> Iterator[
 def _skip_line(file: BinaryIO) -> None:
     while (rest := file.readline(SMALL)) and not rest.endswith(b"\n"):
         pass
+
+
+def check_entries(folder: Path, links: Collection[str], others: Collection[str]) -> list[str]:
+    """Refuse a folder to write into, in which something, or something in one of its folders, may lead elsewhere.
+
+    Args:
+        folder: it may be absent.
+        links: entries that may be links that this user made; they are not looked into.
+        others: entries that may be anything.
+
+    Returns:
+        Those of ``links`` that are links.
+
+    Raises:
+        OSError: names what is neither a file nor a folder.
+    """
+    own: list[str] = []
+    strange: list[str] = []
+    with contextlib.suppress(FileNotFoundError):
+        for name, entry in _entries(folder, 2, {*links, *others}):
+            if name in others or entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
+                continue
+            is_own = entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            (own if is_own and name in links else strange).append(name)
+    if strange:
+        shown = ", ".join(sorted(strange)[:5])
+        raise OSError(errno.ELOOP, f"{shown} in it: neither a file nor a folder, and may lead elsewhere", str(folder))
+    return own
+
+
+def _entries(folder: str | Path, depth: int, skipped: Collection[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Entries of a folder, and of its folders down to a depth, by their path in it; not those in ``skipped``."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry.name, entry
+            if depth > 1 and entry.name not in skipped and entry.is_dir(follow_symlinks=False):
+                for name, below in _entries(entry.path, depth - 1, ()):
+                    yield f"{entry.name}/{name}", below

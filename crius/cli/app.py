@@ -32,6 +32,7 @@ from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, families, find_spec
 from crius.plugins import install_line
 from crius.redact import printable, redact
+from crius.untrusted import check_entries
 
 if TYPE_CHECKING:
     from crius.models.description import ModelDescription
@@ -392,6 +393,9 @@ def run_dir(run: RunConfig, placement: Any) -> Path:
     folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(run, placement)))
     probe = folder / "logs" / f".writable-{os.uname().nodename}-{os.getpid()}"
     try:
+        for name in check_entries(folder, (run.checkpoint.folder, "data"), ("wandb",)):
+            if placement is None or placement.rank == 0:
+                sys.stderr.write(f"{folder / name} is a link to {printable(os.readlink(folder / name))}\n")
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.write_text("")
         probe.unlink()

@@ -7,6 +7,8 @@ import pytest
 from report_runs import write_run
 
 from crius.__main__ import main
+from crius.cli.app import run_dir
+from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import imports_of
 from crius.tools.report.history import read_run
 from crius.tools.report.runs import run_row
@@ -124,3 +126,26 @@ def test_columns_of_a_report_have_a_most_number(tmp_path):
 def test_only_names_of_modules_reach_a_printed_command(lines, want, tmp_path):
     (tmp_path / "run.toml").write_text(lines)
     assert imports_of(str(tmp_path / "run.toml")) == want
+
+
+@pytest.mark.parametrize("name", ["logs/rank-0.log", "metrics.jsonl", "incidents", "wandb_id.txt", "checkpoints"])
+def test_a_run_does_not_write_where_a_link_of_its_folder_leads(name, tmp_path, monkeypatch, capsys):
+    """Even ``checkpoints``, if somebody else made that link."""
+    (tmp_path / "run/logs").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "outside")
+    monkeypatch.setattr("os.getuid", lambda: -1)
+    assert main(["train", "--training.steps", "1", "--job.run_dir", str(tmp_path / "run")]) == 1
+    assert f"cannot be written: {name} in it: neither a file nor a folder" in capsys.readouterr().err
+    assert not [*(tmp_path / "outside").iterdir()]
+
+
+def test_own_links_of_a_run_folder_to_its_large_parts_are_said(tmp_path, capsys):
+    (tmp_path / "run/data").mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
+    (tmp_path / "run/data/link").symlink_to(tmp_path / "disk")
+    (tmp_path / "run/wandb").mkdir()
+    (tmp_path / "run/wandb/latest-run").symlink_to("nothing")  # as wandb itself does
+    run_dir(replace_fields(RunConfig(), {"job.run_dir": str(tmp_path / "run")}), None)
+    assert capsys.readouterr().err == f"{tmp_path}/run/checkpoints is a link to {tmp_path}/disk\n"
