@@ -40,16 +40,17 @@ def evaluate(
     theirs = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
     read = read_tasks([name for name in names if not name.startswith(LM_EVAL)], settings.limit)
     from crius.interop.hub import located
+    from crius.interop.weights import open_weights
 
-    source = located(source)
+    weights = open_weights(located(source))  # a wrong source is refused before torch is imported
     need_torch()
     from crius.tools.evaluate.run import evaluate as score
 
     if theirs:
         from crius.tools.evaluate.lm_eval_tasks import scorer
 
-        done = score(source, read, settings, scorer(theirs))
+        done = score(weights, read, settings, scorer(theirs))
     else:
-        done = score(source, read, settings)
+        done = score(weights, read, settings)
     emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
     return 0

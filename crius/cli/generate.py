@@ -32,8 +32,10 @@ def generate(
     settings.check()
     prompts = read_prompts(prompt, prompt_file, chat=settings.chat)
     from crius.interop.hub import located
+    from crius.interop.weights import open_weights
 
     source = located(source)
+    weights = open_weights(source)  # a wrong source is refused before torch is imported
     need_torch()
     if settings.ranks > 1:
         from crius.tools.generate.split import run_split
@@ -42,5 +44,5 @@ def generate(
     from crius.tools.generate.run import answer_all
     from crius.tools.generate.source import read_source
 
-    answer_all(read_source(source, settings), prompts, settings, STARTED, as_json=as_json)
+    answer_all(read_source(weights, settings), prompts, settings, STARTED, as_json=as_json)
     return 0

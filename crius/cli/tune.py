@@ -150,10 +150,11 @@ def _begun(
 
 
 def _source(path: str) -> Any:
+    from crius.interop.weights import open_weights
     from crius.tools.generate.source import read_source
     from crius.tools.tune.held_out import ANSWER
 
-    return read_source(path, ANSWER)
+    return read_source(open_weights(path), ANSWER)
 
 
 def _facts(words: Sequence[str]) -> Facts:

@@ -12,6 +12,7 @@ from harness import TEXT
 from smollm2 import gguf_file, of_transformers
 
 from crius.cli import main
+from crius.interop.weights import open_weights
 from crius.kernels import choice
 from crius.models.layers import rotary_frequencies
 from crius.models.rope import Rope
@@ -90,7 +91,7 @@ def test_200_greedy_tokens_of_five_prompts_are_those_of_transformers(chat, smol,
     settings = Settings(max_new_tokens=NEW, chat=chat)
     prompts = [Prompt(text, ({"role": "user", "content": text},)) for text in (CHATS if chat else PLAIN)]
     with choice.applied(choice.current()):
-        source = read_source(str(smol), settings)
+        source = read_source(open_weights(str(smol)), settings)
         answers = answer(replace(source, ends=frozenset()), prompts, settings)  # all of the 200, whatever ends a turn
     for prompt, ours in zip(prompts, answers, strict=True):
         ids, tokens, logits = wanted[("chat", prompt.text) if chat else prompt.text]
@@ -151,7 +152,7 @@ def logits(smol, wanted, theirs):
         found["transformers, eager"] = model(tokens).logits
         model.set_attn_implementation("sdpa")  # what it takes where nobody says
         found["transformers"] = model(tokens).logits
-        source = read_source(str(smol), Settings())
+        source = read_source(open_weights(str(smol)), Settings())
         found["crius, kernels of generate"] = source.model(tokens)
         choice.apply(choice.resolve("torch", "torch", "auto", device_type="cpu"))
         found["crius"] = source.model(tokens)

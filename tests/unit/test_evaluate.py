@@ -17,6 +17,7 @@ from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
 from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError, DataError, EnvironmentError
+from crius.interop.weights import open_weights
 from crius.models import registry
 from crius.models.decode import generate
 from crius.tools.evaluate import run
@@ -63,7 +64,7 @@ def tasks(tmp_path):
 @torch.no_grad()
 def reference(source, tokens, count):
     """Log-probability in float64 of the last ``count`` of ``tokens``, each given all tokens before it."""
-    model = open_model(str(source), Settings())[0].model.double()
+    model = open_model(open_weights(str(source)), Settings())[0].model.double()
     log_probs = model(torch.tensor([tokens])).log_softmax(-1)[0]
     return sum(float(log_probs[place - 1, tokens[place]]) for place in range(len(tokens) - count, len(tokens)))
 
@@ -73,7 +74,7 @@ def test_scores_are_those_of_each_text_alone(evaluate, tasks, source, tmp_path):
     assert (code, err) == (0, "")
     header, *rows = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
     found = {(row["task"].split("/")[-1], row["document"], row["request"]): row for row in rows}
-    tokenizer = open_model(str(source), Settings())[0].tokenizer
+    tokenizer = open_model(open_weights(str(source)), Settings())[0].tokenizer
 
     def ids(text):
         return tokenizer.encode(text).tolist()
@@ -177,7 +178,7 @@ def test_the_prefix_is_the_bos_or_eos_that_the_source_names(special, bos, want):
 
 
 def test_a_batch_is_left_out_only_if_all_of_it_is_known(source):
-    loaded = open_model(str(source), Settings())[0]
+    loaded = open_model(open_weights(str(source)), Settings())[0]
     groups = [[Row((97, 98), (99,))]] * 3
     for known, wanted in (({0}, [0, 1, 2]), ({0, 1, 2}, []), ((), [0, 1, 2])):
         told = []
@@ -316,7 +317,7 @@ def test_results_are_a_table_with_intervals_and_speed_where_they_are_known():
 
 def test_generate_and_evaluate_give_a_token_one_log_probability(source):
     """Both over all 320 rows of the model, as transformers does, though 61 of them have no text."""
-    loaded = open_model(str(source), Settings())[0]
+    loaded = open_model(open_weights(str(source)), Settings())[0]
     prompt = loaded.tokenizer.encode("abc").tolist()
     steps = list(generate(loaded.model, [prompt], lambda logits: logits.argmax(-1), max_new_tokens=6, num_ids=259))
     answer = [int(step.ids_B) for step in steps]
@@ -326,7 +327,7 @@ def test_generate_and_evaluate_give_a_token_one_log_probability(source):
 
 
 def test_targets_are_greedy_if_each_is_the_most_probable_id(source):
-    model = open_model(str(source), Settings())[0].model
+    model = open_model(open_weights(str(source)), Settings())[0].model
     prompt = (97, 98, 99)
     best = tuple(model(torch.tensor([prompt])).argmax(-1)[0].tolist())
     found, other = score(model, [[Row(prompt, best)], [Row(prompt, (*best[:2], best[2] ^ 1))]])
@@ -495,7 +496,7 @@ def test_choices_whose_contexts_are_cut_differently_are_scored_as_each_alone(eva
     record = tmp_path / "record.jsonl"
     assert evaluate("--tasks", tmp_path / "cut.jsonl", "--max_length", 24, "--out", record)[0] == 0
     rows = [json.loads(line) for line in record.read_text().splitlines()[1:]]
-    tokenizer = open_model(str(source), Settings())[0].tokenizer
+    tokenizer = open_model(open_weights(str(source)), Settings())[0].tokenizer
     for found in rows:
         text = f"{row['context']} {row['choices'][found['request']]}"
         ids = tokenizer.encode(text).tolist()[-25:]
@@ -544,7 +545,7 @@ def test_a_chat_is_scored_with_the_ids_that_training_has(evaluate, source, tmp_p
     told = json.loads(out)
     assert code == 0 and told["results"][0]["task"] == f"{tmp_path / 'one.jsonl'}, chat"
     assert told["results"] != plain["results"] and plain["tokens"] > 0, "the record has both"
-    tokenizer = open_model(str(source), Settings())[0].tokenizer
+    tokenizer = open_model(open_weights(str(source)), Settings())[0].tokenizer
     chat = [{"messages": [{"role": "user", "content": "One and\n"}, {"role": "assistant", "content": "two"}]}]
     encoder = ChatEncoder(tokenizer, CHATML, {}, DataConfig(train_on_end_of_turn=False))
     [sample] = encoder.encode([Conversation(tuple(chat[0]["messages"]), None, "here")])

@@ -17,6 +17,7 @@ from crius.data.chat import renderer
 from crius.data.chat.renderer import render_chat
 from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import ConfigError, DataError, EnvironmentError
+from crius.interop.weights import open_weights
 from crius.kernels import choice
 from crius.tools.generate.settings import Settings, read_prompts
 from crius.tools.generate.stream import TextStream
@@ -154,7 +155,7 @@ def test_the_end_of_a_turn_ends_an_answer(source):
     from crius.tools.generate.source import read_source
 
     with choice.applied(choice.current()):
-        assert read_source(str(source), Settings()).ends == {256, 258}
+        assert read_source(open_weights(str(source)), Settings()).ends == {256, 258}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from tiny_source import save_source
 
 from crius.errors import ConfigError, DataError, EnvironmentError
+from crius.interop.weights import open_weights
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.evaluate import lm_eval_tasks
 from crius.tools.evaluate.encode import Row
@@ -27,7 +28,7 @@ def opened(tmp_path_factory):
     """A small source and its encoder."""
     folder = tmp_path_factory.mktemp("source")
     save_source(folder)
-    return open_model(str(folder), Settings(max_length=LENGTH))
+    return open_model(open_weights(str(folder)), Settings(max_length=LENGTH))
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ def torch_seconds():
         (["__complete", "train", "--recipe", "sm"], 0, "smollm2_lora"),
         (["models"], 0, "gemma3_text"),
         (["import", "/none", "--explain"], 2, "there is no /none"),
+        (["generate", "/none", "--prompt", "a"], 2, "/none is not a folder"),
         (["config", "show"], 0, "training.steps"),
         (["config", "diff", "llama3_debug", "llama3_debug"], 0, "no difference"),
         (["train", "--training.stepz", "3"], 2, "unknown flag --training.stepz"),

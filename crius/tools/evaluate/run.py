@@ -12,6 +12,7 @@ from crius.checkpoint.manifest import Hasher
 from crius.data.chat.renderer import render_chats
 from crius.errors import ConfigError, DataError
 from crius.interop.context import longest_context
+from crius.interop.weights import Weights
 from crius.table import aligned
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Figure, Score, as_json, figures
@@ -134,7 +135,7 @@ def _changed(task: Task, change: Callable[[Request], Request]) -> tuple[Document
     return tuple(replace(document, requests=tuple(map(change, document.requests))) for document in task.documents)
 
 
-def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
+def open_model(weights: Weights, settings: Settings) -> tuple[Source, Encoder]:
     """The model of a run folder, a checkpoint or a Hugging Face folder, and the encoder of texts into its rows.
 
     Matmuls are torch's, as in transformers: another order of sums would change the log-probability of a long text by
@@ -144,7 +145,7 @@ def open_model(path: str, settings: Settings) -> tuple[Source, Encoder]:
         CriusError: see ``read_source``.
     """
     how = SourceSettings(device=settings.device, dtype=settings.dtype, chat=settings.chat)
-    source = read_source(path, how, linear="torch")
+    source = read_source(weights, how, linear="torch")
     max_length = settings.max_length or longest_context(source.weights)
     return source, Encoder(source.tokenizer, max_length, _prefix(source), settings.chat)
 
@@ -163,12 +164,12 @@ Others = Callable[[Source, Encoder, Settings], list[Result]]
 
 
 def evaluate(
-    path: str, tasks: Sequence[Task], settings: Settings, others: Others = lambda source, encoder, settings: []
+    weights: Weights, tasks: Sequence[Task], settings: Settings, others: Others = lambda source, encoder, settings: []
 ) -> Evaluation:
     """Score ``tasks``, then others.
 
     Args:
-        path: run folder, checkpoint or Hugging Face folder.
+        weights: weights of the model.
         tasks: tasks that were read.
         settings: settings that were checked.
         others: scores the tasks of another package.
@@ -176,7 +177,7 @@ def evaluate(
     Raises:
         CriusError: the model or the record cannot be used, or a text cannot be scored.
     """
-    source, encoder = open_model(path, settings)
+    source, encoder = open_model(weights, settings)
     tasks = as_chats(tasks, source) if settings.chat else as_texts(tasks)
     weight = source.model.tok_embeddings.weight
     facts = {

@@ -17,7 +17,7 @@ from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import free_host_bytes
 from crius.interop.kept import EOS_ID, GENERATION, ids_of
-from crius.interop.weights import Weights, open_weights
+from crius.interop.weights import Weights
 from crius.kernels import choice
 from crius.kernels.cpu.linear import store_by_columns
 from crius.models import registry
@@ -93,17 +93,17 @@ class Source:
 
 
 def read_source(
-    path: str,
+    weights: Weights,
     settings: Settings,
     local_rank: int = 0,
     split: Split = lambda model, facts: None,
     load: Load = load_whole,
     linear: Literal["auto", "torch"] = "auto",
 ) -> Source:
-    """The model of a run folder, a checkpoint or a Hugging Face folder.
+    """The model of a run folder, a checkpoint or a Hugging Face folder, with its tokenizer.
 
     Args:
-        path: path of the source.
+        weights: weights of the source.
         settings: settings that were checked.
         local_rank: local rank of this process.
         split: keeps only this rank's part of the model, before it takes memory.
@@ -113,10 +113,9 @@ def read_source(
     Raises:
         CriusError: the model cannot be read, or cannot answer with these settings.
     """
-    weights = open_weights(path)
     facts = weights.facts
     tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte", eos_token=weights.eos_token))
-    _check(path, weights, facts, tokenizer, settings)
+    _check(weights, facts, tokenizer, settings)
     device = pick_device(settings.device, local_rank, flag="--device")
     choose_kernels(device, linear)
     model = build_decoder(weights, settings.dtype, device, split, load)
@@ -173,22 +172,20 @@ def _words(weights: Weights, tokenizer: Tokenizer) -> tuple[dict[str, str], froz
     return special, frozenset({tokenizer.eos_id, *ends})
 
 
-def _check(path: str, weights: Weights, facts: ModelDescription, tokenizer: Tokenizer, settings: Settings) -> None:
+def _check(weights: Weights, facts: ModelDescription, tokenizer: Tokenizer, settings: Settings) -> None:
     problems = []
-    if not weights.tokenizer or facts.vocab_size < tokenizer.vocab_size:
-        problems.append(
-            ConfigError(
-                f"the tokenizer of {path} has {tokenizer.vocab_size:,} ids, the model only {facts.vocab_size:,} rows."
-                if weights.tokenizer
-                else f"{path} has no tokenizer.",
-                where="command line",
-                fix="put the tokenizer.json of this model into the folder",
-            )
-        )
+    what = ""
+    if not weights.tokenizer:
+        what = f"{weights.origin} has no tokenizer."
+    elif facts.vocab_size < tokenizer.vocab_size:
+        what = f"the tokenizer of {weights.origin} has {tokenizer.vocab_size:,} ids, the model {facts.vocab_size:,}."
+    if what:
+        fix = "put the tokenizer.json of this model into the folder"
+        problems.append(ConfigError(what, where="command line", fix=fix))
     if settings.chat and not weights.chat_template:
         problems.append(
             ConfigError(
-                f"{path} has no chat template.",
+                f"{weights.origin} has no chat template.",
                 where="--chat",
                 why="its tokenizer has none, like that of any model that was not trained on chats",
                 fix="leave out --chat, or put a chat_template.jinja next to its tokenizer.json",

@@ -10,6 +10,7 @@ import torch
 
 from crius.checkpoint.load import load_tensors
 from crius.config.layout import Layout
+from crius.interop.weights import open_weights
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.models.decoder import Decoder
@@ -50,7 +51,7 @@ def _rank(
         def split(model: Decoder, facts: ModelDescription) -> None:
             apply_tensor_parallel(model, facts.plan, facts.num_kv_heads, mesh)  # type: ignore[arg-type]  # ranks > 1
 
-        source = read_source(path, settings, placement.local_rank, split, load_tensors)
+        source = read_source(open_weights(path), settings, placement.local_rank, split, load_tensors)
         if placement.rank == 0:
             answer_all(source, prompts, settings, started, as_json=as_json)
             return
