@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from crius.errors import ConfigError, CriusError
 from crius.metrics.record import Record, Sink, StepMetrics, ValidationMetrics
 from crius.tools.report.history import Columns, RunHistory, read_run
 from crius.tools.report.runs import history_state
+from crius.untrusted import open_below, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -293,7 +293,7 @@ class _NewRecords:
                 sink.write(record)
 
     def _new(self) -> Iterator[dict[str, Any]]:
-        starts = [json.loads(line)["step"] for line in _lines_of(self._starts, 0)[self._num_starts :]]
+        starts = [parse_json(line)["step"] for line in _lines_of(self._starts, 0)[self._num_starts :]]
         if not starts:
             return  # what is there is of before
         with contextlib.suppress(FileNotFoundError):
@@ -304,9 +304,9 @@ class _NewRecords:
         for line in _lines_of(self._metrics, self._place):
             self._place += len(line)
             try:
-                told = json.loads(line)
+                told = parse_json(line)
                 told["step"] += 0  # a number
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 continue  # a damaged line, which reports count
             kind = "loss" if "loss" in told else f"validation {told.get('val_set')}"
             if told["step"] > max(self._step, starts[0]):
@@ -320,7 +320,7 @@ class _NewRecords:
 def _lines_of(path: Path, place: int) -> list[bytes]:
     """The complete lines of a file from a byte offset."""
     try:
-        with path.open("rb") as file:
+        with open_below(path.parent, path.name) as file:
             file.seek(place)
             return [line for line in file if line.endswith(b"\n")]
     except FileNotFoundError:

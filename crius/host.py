@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from crius.errors import EnvironmentError
+from crius.untrusted import text_named
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -124,7 +125,7 @@ def is_wide_amd_cpu() -> bool:
 def _entry(name: str) -> str:
     """Value in ``/proc/cpuinfo`` for the first core; empty if there is no value or no such file."""
     try:
-        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+        text = text_named(_CPUINFO)
     except OSError:
         return ""
     line = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
@@ -153,9 +154,9 @@ def free_host_bytes() -> int:
     """Bytes that programs can use without swapping; in a container its limit, if that is less."""
     free = _of_host()
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        cached = re.search(r"^inactive_file (\d+)$", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        limit = text_named(_CGROUP / "memory.max").strip()
+        used = int(text_named(_CGROUP / "memory.current"))
+        cached = re.search(r"^inactive_file (\d+)$", text_named(_CGROUP / "memory.stat"), re.MULTILINE)
     except OSError:  # not in a container
         return free
     if limit == "max":
@@ -167,7 +168,7 @@ def free_host_bytes() -> int:
 def _of_host() -> int:
     """Bytes that the system reports as available; all of its memory if it reports none."""
     try:
-        text = _MEMINFO.read_text(encoding="utf-8")
+        text = text_named(_MEMINFO)
     except OSError:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     line = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)

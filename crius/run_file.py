@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 
 class RunFile:
@@ -81,6 +82,16 @@ class RunFile:
         if not self._has_warned:
             self._has_warned = True
             self._warn(f"{self._path} {what}: {self._loss}")
+
+
+def open_log(path: Path) -> TextIO:
+    """Open a text file to append lines to. A link is not followed.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    return open(os.open(path, flags, 0o644), "a", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
 class Mirror:

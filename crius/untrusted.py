@@ -1,12 +1,13 @@
-"""Files that a stranger may have made: opened below a folder that the user named, never through a link, regular files
-only, and at most so many bytes of them. No torch."""
+"""The one reader of files. What a stranger may have made is opened below a folder that the user named, never through a
+link, regular files only; and of any file at most so many bytes are read. No torch."""
 
 import contextlib
 import errno
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator
+import tomllib
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +17,7 @@ LARGE = 1 << 24
 """Most bytes of a file that is read whole."""
 HUGE = 1 << 40
 """Most bytes of a file of lines whose reader keeps little of each."""
+_OF_A_SHELL = ("/dev/fd/", "/proc/self/fd/")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # open would wait for the writer of a FIFO without O_NONBLOCK
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -66,6 +68,69 @@ def _open(name: str, flags: int, folder: int, where: str) -> int:
         raise OSError(error.errno, why, where) from None
 
 
+def open_named(path: str | Path) -> BinaryIO:
+    """Open a file that the user named for reading, also through links. Of pipes only those of a shell's ``<(...)`` are
+    opened.
+
+    Raises:
+        OSError: it cannot be opened, or is another pipe, which would be waited for.
+    """
+    if stat.S_ISFIFO(os.stat(path).st_mode) and not str(path).startswith(_OF_A_SHELL):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(path, "rb")
+
+
+def read_named(path: str | Path, most: int = LARGE) -> bytes:
+    """The bytes of a file that the user named.
+
+    Raises:
+        OSError: see ``open_named``; or the file has more than ``most`` bytes.
+    """
+    content = bytearray()
+    with open_named(path) as file:
+        while part := file.read(SMALL):
+            content += part
+            if len(content) > most:
+                raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return bytes(content)
+
+
+def text_named(path: str | Path, most: int = LARGE) -> str:
+    """The text of a file that the user named, in UTF-8, with or without a byte order mark; lines end with a newline.
+
+    Raises:
+        OSError: see ``read_named``.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return read_named(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON.
+
+    Raises:
+        ValueError: it is not JSON, or is nested too deeply.
+    """
+    return _parsed(json.loads, text)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of TOML.
+
+    Raises:
+        ValueError: it is not TOML, or is nested too deeply.
+    """
+    table: dict[str, Any] = _parsed(tomllib.loads, text)
+    return table
+
+
+def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_below(folder: str | Path, name: str, most: int = LARGE) -> bytes:
     """The bytes of a file.
 
@@ -106,8 +171,8 @@ def names_below(folder: str | Path, name: str) -> list[str]:
 def object_below(folder: str | Path, name: str) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file cannot be read or has no object."""
     try:
-        found = json.loads(read_below(folder, name))
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(read_below(folder, name))
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -129,8 +194,8 @@ def records_below(folder: str | Path, name: str, most: int = LARGE) -> Iterator[
                 yield None
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = parse_json(line)
+            except ValueError:
                 record = None if is_whole else {}
             yield record if isinstance(record, dict) else None
 

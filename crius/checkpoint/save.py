@@ -25,6 +25,7 @@ from crius.config.operation import CheckpointConfig
 from crius.errors import CriusError
 from crius.host import free_host_bytes
 from crius.units import MIB
+from crius.untrusted import parse_json
 
 log = logging.getLogger("crius.checkpoint")
 
@@ -303,7 +304,7 @@ class Saver:
                 self._progress.wait()
                 time.sleep(POLL_SECONDS)
             self._progress.is_missing(0)
-        found: dict[str, Any] = json.loads(store.get(key))
+        found: dict[str, Any] = parse_json(store.get(key))
         store.delete_key(key)
         return found
 

@@ -2,7 +2,6 @@
 checkpoint. No torch.
 """
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import parse_folder
 from crius.config.operation import CheckpointConfig
 from crius.errors import ConfigError
-from crius.untrusted import SMALL, text_below
+from crius.untrusted import SMALL, parse_toml, text_below
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def _name(last: str) -> str:
 def _folder_of(run_dir: Path) -> str:
     """``checkpoint.folder`` in the run.toml of a run."""
     try:
-        section = tomllib.loads(text_below(run_dir, "run.toml", SMALL)).get("checkpoint", {})
+        section = parse_toml(text_below(run_dir, "run.toml", SMALL)).get("checkpoint", {})
     except (OSError, ValueError):
         return CheckpointConfig.folder
     found = section.get("folder") if isinstance(section, dict) else None

@@ -10,6 +10,7 @@ from crius.config.param_groups import fits
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError
+from crius.untrusted import parse_json
 
 Kind = Literal["refuse", "warn", "free"]
 
@@ -91,7 +92,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     If an older checkpoint lacks a setting, its value there counts as ``FIRST_BOUNDARIES``, or else as today's default.
     A setting of ``TAKEN_OVER`` that is None in the new config is not a difference.
     """
-    defaults, plain_old, plain_new = (json.loads(json.dumps(dict(one))) for one in (flatten(RunConfig()), old, new))
+    defaults, plain_old, plain_new = (parse_json(json.dumps(dict(one))) for one in (flatten(RunConfig()), old, new))
     missing = {name: defaults[name] for name in plain_new if name in defaults and name not in FIRST_BOUNDARIES}
     if plain_old.get("model.attention_mask") != "document":
         missing |= FIRST_BOUNDARIES

@@ -9,7 +9,6 @@ import importlib.resources
 import re
 import shlex
 import sys
-import tomllib
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from crius.config.names import WrongSettings, conversion, did_you_mean, unknown
 from crius.config.other_trainers import ALIASES
 from crius.config.toml_file import COMMAND_LINE_ONLY, choices_of, other_format, takes, toml_table, wrong_kind
 from crius.errors import ConfigError, CriusError
+from crius.untrusted import parse_toml, text_named
 
 DEFAULT_RECIPE = "llama3_debug"
 VERIFY_RECIPE = "verify"
@@ -383,8 +383,8 @@ def _recipe(name: str) -> tuple[str, dict[str, Any]]:
             where="--recipe",
             fix=f"use one of {', '.join(names)}, or --config FILE.toml",
         )
-    text = (importlib.resources.files("crius") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
-    return f"recipe {name}", tomllib.loads(text)
+    text = text_named(Path(__file__).parents[1] / "recipes" / f"{name}.toml")
+    return f"recipe {name}", parse_toml(text)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, Unkno
 
 from crius.config.other_trainers import MAIN, MOVED, NOTHING, OPTIONS_BY_NAME, VALUES
 from crius.errors import ConfigError, CriusError
+from crius.untrusted import parse_toml
 
 
 class WrongSettings(ConfigError):
@@ -218,8 +218,8 @@ def _replacing(kind: str, written: str, value: str, instead: str) -> str:
 
 def _toml(word: str) -> str:
     """``word`` as a value of TOML: a number and true stay, all else is quoted."""
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        tomllib.loads(f"x = {word}")
+    with contextlib.suppress(ValueError):
+        parse_toml(f"x = {word}")
         return word
     return json.dumps(word, ensure_ascii=False)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from crius.config.parallelism import ParallelismConfig
 from crius.errors import LayoutError
+from crius.untrusted import text_named
 
 PREFIX = "parallelism.pipeline_parallel_"
 
@@ -57,7 +58,7 @@ def read_schedule(parallelism: ParallelismConfig) -> Order:
     path, degree = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
     where = f"--{PREFIX}schedule_csv {path}"
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = text_named(Path(path).expanduser())
         order = _parse(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"

@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import re
-import tomllib
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +15,7 @@ import tomli_w
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.redact import HIDDEN, redact_value
-from crius.untrusted import read_below, text_below
+from crius.untrusted import open_named, parse_json, parse_toml, read_below, text_below
 
 COMMAND_LINE_ONLY = ("compile.cache_dir",)
 """Settings that a file may not give, because code in the folder that they name is executed."""
@@ -92,9 +90,7 @@ def toml_table(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: the file is not TOML, or is larger or nested deeper than a config can be; the message says which.
     """
-    if path.is_fifo() and not str(path).startswith("/dev/fd/"):  # <(...) of a shell
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    with path.open("rb") as file:
+    with open_named(path) as file:
         return _table(file.read(MAX_BYTES + 1))
 
 
@@ -111,11 +107,9 @@ def _table(content: bytes) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
     try:
-        table = tomllib.loads(content.decode("utf-8-sig"))  # editors on Windows write a byte order mark
-    except RecursionError:
-        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels") from None
+        table = parse_toml(content.decode("utf-8-sig"))  # editors on Windows write a byte order mark
     except ValueError as error:
-        if isinstance(error, (tomllib.TOMLDecodeError, UnicodeDecodeError)):
+        if type(error) is not ValueError or "nested" in str(error):
             raise
         raise ValueError("it has an integer of thousands of digits") from None  # Python's limit against slow parsing
     if _depth(table) > _MAX_DEPTH:
@@ -163,8 +157,8 @@ def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
     leaf, fix = name.rpartition(".")[2], ""
     choices = choices_of(hint)
     if isinstance(value, str):
-        with contextlib.suppress(tomllib.TOMLDecodeError):
-            fix = f"{leaf} = {value}" if takes(hint, tomllib.loads(f"x = {value}")["x"]) else ""
+        with contextlib.suppress(ValueError):
+            fix = f"{leaf} = {value}" if takes(hint, parse_toml(f"x = {value}")["x"]) else ""
     elif choices and str(value) not in choices:
         fix = f"{leaf} = {' or '.join(map(json.dumps, choices))}"
     elif takes(hint, texts := [str(item) for item in value] if is_list else str(value)):
@@ -215,10 +209,10 @@ def other_format(file: Path) -> tuple[str, list[str]]:
     Raises:
         OSError: the file cannot be read.
     """
-    with file.open("rb") as opened:
+    with open_named(file) as opened:
         text = opened.read(MAX_BYTES).decode("utf-8-sig", "replace")
-    with contextlib.suppress(ValueError, RecursionError):
-        table = json.loads(text)
+    with contextlib.suppress(ValueError):
+        table = parse_json(text)
         return "JSON", list(_flags_of(table)) if isinstance(table, dict) else []
     if file.suffix in (".yaml", ".yml") or re.search(r"^\s*[\w.-]+:( |$)", text, re.MULTILINE):
         return "YAML", list(_flags_of_yaml(text))

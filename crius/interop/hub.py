@@ -18,6 +18,7 @@ from crius.hub import DEFAULT, HubName, hub_name
 from crius.interop.safetensors_file import SUFFIX, said
 from crius.plugins import REQUIREMENTS, install_line
 from crius.units import GIB
+from crius.untrusted import text_named
 
 SETTINGS = ("config.json",)
 TOKENIZER = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
@@ -134,7 +135,7 @@ def _say(name: HubName, found: Any, storage: Path, patterns: dict[str, Any]) -> 
         and not os.path.exists(storage / "snapshots" / found.sha / file.rfilename)
     }
     before = storage / "refs" / (name.revision or DEFAULT)
-    old = before.read_text().strip() if before.is_file() else found.sha
+    old = text_named(before).strip() if before.is_file() else found.sha
     if old != found.sha:
         said(
             f"hub: {name} is another commit than before: {found.sha} in place of {old}, "

@@ -22,6 +22,7 @@ from crius.errors import CriusError
 from crius.host import user_cache
 from crius.interop.foreign import read_inside
 from crius.interop.safetensors_file import json_object
+from crius.untrusted import read_named
 
 log = logging.getLogger("crius.interop")
 
@@ -170,6 +171,6 @@ def encoded(content: Mapping[str, Any]) -> bytes:
 def _content(path: str) -> bytes:
     """The tokenizer.json of a tokenizer, or the name of one without a file; empty if there is none."""
     try:
-        return path.encode() if path in ("", "byte") else tokenizer_file(path).read_bytes()
+        return path.encode() if path in ("", "byte") else read_named(tokenizer_file(path))
     except (CriusError, OSError):
         return b""

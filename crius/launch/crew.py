@@ -27,6 +27,7 @@ from crius.launch.status import mirror_path, status
 from crius.launch.stop import PREEMPTED, ask_for_signal, heeded_signals
 from crius.launch.witness import testify
 from crius.redact import printable, redact
+from crius.run_file import open_log
 from crius.signals import QUESTIONS, STOP_SIGNALS
 
 
@@ -291,7 +292,7 @@ def attempt(target: Callable[[Placement], None], placement: Placement) -> tuple[
         return 0, None
     report = report_of(error, placement.rank)
     write_report(report, placement.log_dir)
-    with contextlib.suppress(OSError), log_path(placement.log_dir, placement.rank).open("a", encoding="utf-8") as log:
+    with contextlib.suppress(OSError), open_log(log_path(placement.log_dir, placement.rank)) as log:
         log.write(printable(redact("".join(traceback.format_exception(error)))))
     return report.exit_code, report
 

@@ -14,6 +14,7 @@ from typing import Any
 import crius
 from crius.launch.environment import visible_gpus
 from crius.plugins import REQUIREMENTS, install_line, loaded_nccl, of_number, release
+from crius.untrusted import text_named
 
 try:
     import torch
@@ -133,7 +134,7 @@ def _build() -> str:
 def _driver(root: Path) -> str:
     """Version of NVIDIA's driver; empty if none is loaded."""
     try:
-        text = (root / "proc/driver/nvidia/version").read_text()
+        text = text_named(root / "proc/driver/nvidia/version")
     except OSError:
         return ""
     match = re.search(r"\s(\d{3,}\.[\d.]+)", text)

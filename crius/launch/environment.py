@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from crius.errors import EnvironmentError
+from crius.untrusted import text_named
 
 FAULTS = "CRIUS_FAULT"
 """Variable that plants faults in a run: ``crius/tools/faults``."""
@@ -227,6 +228,6 @@ def _installed_torch_version() -> str:
     if spec is None or spec.origin is None:
         return ""
     try:
-        return Path(spec.origin).with_name("version.py").read_text()
+        return text_named(Path(spec.origin).with_name("version.py"))
     except OSError:
         return ""

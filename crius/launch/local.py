@@ -40,7 +40,7 @@ from crius.launch.status import Heartbeat, mirror_path, read_mirror
 from crius.launch.stop import PREEMPTED, Stop, caught_signals, messenger, tell_stop_signal
 from crius.launch.watchdog import Hang, Watch, answer, hang_error, sentry
 from crius.launch.witness import caught_questions, is_asked
-from crius.run_file import is_private_folder
+from crius.run_file import is_private_folder, open_log
 from crius.signals import STOP_SIGNALS
 
 
@@ -361,7 +361,7 @@ def _prepare_logs(run_dir: Path, rank: int) -> Path:
     log_dir = run_dir / "logs"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        log_path(log_dir, rank).open("a").close()
+        open_log(log_path(log_dir, rank)).close()
     except OSError as error:
         raise EnvironmentError(
             f"the logs of this run cannot be written to {log_dir}: {error.strerror}.",

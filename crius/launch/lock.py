@@ -17,6 +17,7 @@ from typing import Any
 
 from crius.errors import ConfigError, EnvironmentError
 from crius.launch.report import leave, say
+from crius.untrusted import parse_json
 
 NAME = "run.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -110,7 +111,7 @@ def holder_of(run_dir: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     try:
-        holder = json.loads(os.pread(file, _MAX_BYTES, 0))  # empty since the last run released it
+        holder = parse_json(os.pread(file, _MAX_BYTES, 0))  # empty since the last run released it
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # its writer may have been killed
     except BlockingIOError:
         return holder if isinstance(holder, dict) else None
@@ -225,7 +226,7 @@ def _taken(run_dir: Path, file: int) -> ConfigError:
     who = "an unknown process"
     kill = ""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        holder = json.loads(os.pread(file, _MAX_BYTES, 0))
+        holder = parse_json(os.pread(file, _MAX_BYTES, 0))
         pid = int(holder["pid"])
         place = "this host" if holder["host"] == platform.node() else f"host {holder['host']}"
         who = f"crius {holder['command']}, process {pid} on {place}, since {holder['started']}"

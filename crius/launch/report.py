@@ -18,6 +18,7 @@ from crius.errors import CriusError
 from crius.launch.status import status
 from crius.redact import printable, redact
 from crius.run_file import write_whole
+from crius.untrusted import parse_json, read_named
 
 _NUM_FRAMES = 10
 _NUM_LINES = 10
@@ -105,7 +106,7 @@ def write_report(report: ErrorReport, folder: Path) -> None:
 def read_report(folder: Path, rank: int) -> ErrorReport | None:
     """The report of ``rank`` in ``folder``; None if the rank left none."""
     try:
-        record = json.loads(report_path(folder, rank).read_text(encoding="utf-8"))
+        record = parse_json(read_named(report_path(folder, rank)))
     except (OSError, ValueError):
         return None
     return ErrorReport(**record | {"traceback": tuple(record["traceback"])})

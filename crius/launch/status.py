@@ -2,13 +2,13 @@
 updates."""
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from crius.run_file import Mirror
+from crius.untrusted import parse_json, read_named
 
 _RECORD_BYTES = 128
 
@@ -111,7 +111,7 @@ def mirror_path(folder: Path, rank: int) -> Path:
 def read_mirror(path: Path) -> Heartbeat:
     """The status that a process mirrored to ``path``; ``Heartbeat()`` if there is none yet."""
     try:
-        return Heartbeat(*json.loads(path.read_bytes()[:_RECORD_BYTES]))
+        return Heartbeat(*parse_json(read_named(path)[:_RECORD_BYTES]))
     except (OSError, ValueError, TypeError):
         return Heartbeat()
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from crius.signals import STACKS, STOP_SIGNALS
+from crius.untrusted import read_below
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MESSENGERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -126,7 +127,7 @@ def tell_stop_signal(scratch: Path, number: signal.Signals) -> None:
 
 def _told(scratch: Path | None) -> int:
     try:
-        return int((scratch / "stop").read_text()) if scratch else 0
+        return int(read_below(scratch, "stop")) if scratch else 0
     except (OSError, ValueError):
         return 0
 

@@ -41,6 +41,7 @@ from crius.launch.witness import (
 from crius.run_file import is_private_folder, write_whole
 from crius.signals import QUESTIONS, STACKS
 from crius.table import aligned
+from crius.untrusted import read_named
 
 _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 3.0
@@ -383,7 +384,7 @@ def _pids(folder: Path) -> dict[int, int]:
     found = {}
     for path in folder.glob("rank-*.pid"):
         with contextlib.suppress(OSError, ValueError):
-            pid = int(path.read_text())
+            pid = int(read_named(path))
             os.kill(pid, 0)
             found[int(path.stem.removeprefix("rank-"))] = pid
     return found

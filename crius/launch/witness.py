@@ -11,7 +11,6 @@ A person may send ``STACKS`` too: an answer of a rank that nobody asked is a que
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -24,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from crius.launch.report import write_json
+from crius.run_file import open_log
 from crius.signals import FLIGHT, STACKS
+from crius.untrusted import HUGE, parse_json, read_named
 
 _FLIGHT_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL's groups, of Gloo's
 _RECORDS = "2000"  # collectives that the flight recorder keeps
@@ -49,7 +50,7 @@ def flight_path(folder: Path, rank: int) -> Path:
 def record_stack(folder: Path, rank: int) -> None:
     """Answer ``STACKS`` from now on, and make torch record its collectives, which it decides at the first group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDS)
-    file = stack_path(folder, rank).open("a", encoding="utf-8")
+    file = open_log(stack_path(folder, rank))
     faulthandler.register(STACKS, file=file, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (STACKS,))
 
@@ -85,7 +86,7 @@ def _flight_records() -> list[Any]:
     torch = sys.modules.get("torch")
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     dumps = (getattr(c10d, name, None) for name in _FLIGHT_DUMPS)
-    return [json.loads(dump()) for dump in dumps if dump is not None]
+    return [parse_json(dump()) for dump in dumps if dump is not None]
 
 
 def ask(pids: Mapping[int, int], numbers: Iterable[int]) -> None:
@@ -146,7 +147,7 @@ def wait_for_answers(ranks: Iterable[int], folder: Path, seconds: float) -> None
 def read(path: Path) -> str:
     """Text of an answer; empty if there is none."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_named(path).decode(errors="replace")
     except OSError:
         return ""
 
@@ -164,7 +165,7 @@ def process_start(pid: int) -> str:
 def _stat(pid: int, column: int) -> str:
     """A column of ``/proc/PID/stat``, counted from the state, which follows the name in parentheses."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = read_named(f"/proc/{pid}/stat").decode(errors="replace")
         return text.rpartition(")")[2].split()[column]
     except (OSError, IndexError):
         return ""
@@ -193,7 +194,7 @@ class Collective:
 def pending_collective(path: Path) -> Collective | None:
     """The oldest unfinished collective of a dump; None if there is none, or no dump."""
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = parse_json(read_named(path, HUGE))
         entries = [entry for record in records for entry in record.get("entries", ())]
         waiting = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
         first = min(waiting, key=lambda entry: int(entry["time_created_ns"]), default=None)

@@ -1,12 +1,13 @@
 """Known GPUs (``gpus.toml``): one table, used by a run for its MFU and by the planner for its hardware. No torch."""
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_TABLES = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+from crius.untrusted import parse_toml, text_named
+
+_TABLES = parse_toml(text_named(Path(__file__).with_name("gpus.toml")))
 
 
 def _filled() -> dict[str, dict[str, Any]]:

@@ -1,12 +1,12 @@
 """Use of the wall time of a run, over all its attempts: time that counted, and the rest."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from crius.run_file import Mirror
+from crius.untrusted import parse_json, read_named
 
 OF_STEPS = ("compute", "compile", "data", "save_blocked", "validation", "report", "profiler", "gc")
 """Phases whose time is lost with steps that a failure makes the run repeat."""
@@ -63,7 +63,7 @@ class TimeLedger:
         """
         now = time.monotonic()
         try:
-            record = json.loads(path.read_bytes())
+            record = parse_json(read_named(path))
             self.seconds = dict(record["seconds"])
             last = float(record["at"])
         except (OSError, ValueError, KeyError, TypeError):  # that attempt had no ledger yet

@@ -21,8 +21,8 @@ from rich.text import Text
 from crius import plugins
 from crius.config.operation import MetricsConfig
 from crius.metrics.record import Record, Sink, StepMetrics, ValidationMetrics
-from crius.run_file import RunFile
-from crius.untrusted import open_below
+from crius.run_file import RunFile, open_log
+from crius.untrusted import open_below, parse_json
 
 log = logging.getLogger("crius.metrics")
 
@@ -209,8 +209,8 @@ def _go_back(path: Path, step: int) -> None:
         what = "1 damaged line was" if damaged == 1 else f"{damaged} damaged lines were"
         log.warning("%s: %s moved to %s, whose records are missing", path, what, aside.name)
     if lost:
-        with aside.open("ab") as file:
-            file.writelines(lost)
+        with open_log(aside) as file:
+            file.buffer.writelines(lost)
     partial = path.with_name("metrics.jsonl.partial")
     partial.write_bytes(b"".join(kept))
     partial.replace(path)
@@ -219,8 +219,8 @@ def _go_back(path: Path, step: int) -> None:
 def _step_of(line: bytes) -> int | None:
     """The step of a record; None if the line is incomplete."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        step = parse_json(line)["step"]
+    except (ValueError, KeyError, TypeError):
         return None
     return step if type(step) is int and line.endswith(b"\n") else None
 

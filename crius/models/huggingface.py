@@ -14,6 +14,7 @@ from crius.models.keys import Noted
 from crius.models.rope import parse_rope_scaling, rope_scaling_of, rope_scaling_text, scaling_section
 from crius.models.words import parse_words, shortest, usual_words, words_text
 from crius.strict_json import load_object
+from crius.untrusted import open_named
 
 _LARGEST_FILE = 1 << 20
 _MOST_LAYERS = 100_000
@@ -368,7 +369,7 @@ def read_config(path: str, where: str) -> tuple[Path, Noted]:
         file = file / "config.json" if file.is_dir() else file
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError("it is not a regular file")
-        with file.open("rb") as opened:
+        with open_named(file) as opened:
             content = opened.read(_LARGEST_FILE + 1)
     except (OSError, ValueError, RuntimeError) as error:
         what = f"{str(file)[:300]} cannot be read: {error.strerror if isinstance(error, OSError) else error}."

@@ -26,6 +26,7 @@ from crius.config.training import CompileConfig
 from crius.errors import EnvironmentError
 from crius.host import COMPILE_SWITCHES, user_cache
 from crius.models.plan import ShardingPlan, match
+from crius.untrusted import read_named
 
 log = logging.getLogger("crius.parallel")
 
@@ -298,7 +299,7 @@ def _kernels_tag(package: Path = Path(__file__).parents[1]) -> str:
     """A digest of our kernels for the cache key, which torch's own key lacks. Compiled code depends on the shapes that
     our operators return, and on inductor's code for them. Cached code of an older Crius would fail in a newer Crius."""
     files = sorted((package / "kernels").rglob("*.py"))
-    return "crius-" + hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return "crius-" + hashlib.sha256(b"\0".join(read_named(file) for file in files)).hexdigest()[:16]
 
 
 def _is_disabled() -> bool:

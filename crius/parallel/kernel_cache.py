@@ -23,7 +23,9 @@ from torch._inductor import codecache, cpp_builder
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import VecISA
 
+from crius.run_file import open_log
 from crius.signals import QUESTIONS, STOP_SIGNALS
+from crius.untrusted import open_named
 
 PARTIAL = ".crius-partial"
 """Suffix of a file that a compiler is still writing."""
@@ -103,7 +105,7 @@ def is_damaged(path: Path) -> bool:
     size = path.stat().st_size
     if path.suffix not in (".so", ".o") or not size:
         return not size
-    with path.open("rb") as file:
+    with open_named(path) as file:
         head = file.read(64)
     if not head.startswith(_ELF):
         return sys.platform == "linux" and not head.startswith(_ELF[:4])  # other file formats are not checked
@@ -119,7 +121,7 @@ def _is_idle(folder: Path, path: Path) -> bool:
     lock = folder / "locks" / f"{path.name.partition('.')[0]}.lock"
     if not lock.exists():
         return True
-    with lock.open("a") as file:
+    with open_log(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -23,6 +23,7 @@ from crius.errors import EnvironmentError
 from crius.host import MOST_SHARING, NCCL_SHARES, SHARE_GPU, gpu_sharing
 from crius.parallel.interface import GLOO, choose_interface
 from crius.plugins import loaded_nccl, release
+from crius.untrusted import parse_json
 
 log = logging.getLogger("crius.parallel")
 
@@ -107,7 +108,7 @@ class World:
         longest = max(int(size) for size in sizes)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(parts, F.pad(data, (0, longest - data.numel())))
-        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [parse_json(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
 
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:

@@ -12,7 +12,6 @@ that reads it by one op. It silently skips everything that does not match, so it
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -33,6 +32,7 @@ from crius.models.moe import Router
 from crius.models.plan import GATHER, ShardingPlan
 from crius.parallel.allocate import keeping_ties
 from crius.parallel.runtime import all_gather
+from crius.untrusted import text_named
 
 _FUSED = re.compile(r"torch\.ops\.symm_mem\.fused_\w+\.default\(")
 _PLAIN = re.compile(r"torch\.ops\._c10d_functional\.(?:all_gather|reduce_scatter)_\w+\.default\(")
@@ -364,7 +364,7 @@ class AsyncTensorParallel:
         if self.missing:
             return counts
         for file in {module.__file__ for module in PyCodeCache.modules[self._loaded_before :]}:
-            code = Path(file).read_text(encoding="utf-8") if file else ""
+            code = text_named(file) if file else ""
             direction = "backward" if _BACKWARD.search(code) else "forward"
             fused, candidates = count_fused(code)
             counts[direction] = (counts[direction][0] + fused, counts[direction][1] + candidates)

@@ -26,11 +26,11 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Record, Sink, StepMetrics, ValidationMetrics
 from crius.parallel.runtime import World
-from crius.run_file import write_run_file
+from crius.run_file import open_log, write_run_file
 from crius.train.guard import UpdateGuard
 from crius.train.state import TrainState
 from crius.train.step import Late
-from crius.untrusted import object_below
+from crius.untrusted import object_below, parse_json, read_below
 
 log = logging.getLogger("crius.train")
 
@@ -338,7 +338,7 @@ class Recovery:
             "and checkpoint %(load_seconds).1f s, %(steps_again)d steps again; goodput %(percent).1f %%",
             found | {"percent": 100 * found["goodput"]},
         )
-        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:  # ignore a full disk
+        with contextlib.suppress(OSError), open_log(self._file) as file:  # ignore a full disk
             file.write(json.dumps(found) + "\n")
 
     def ready(self) -> None:
@@ -348,7 +348,7 @@ class Recovery:
 
 def _last_attempt(scratch: Path) -> dict[str, Any] | None:
     try:
-        attempts = json.loads((scratch / ATTEMPTS).read_text(encoding="utf-8"))
+        attempts = parse_json(read_below(scratch, ATTEMPTS))
     except (OSError, ValueError):
         return None
     return attempts[-1] if attempts else None

@@ -547,7 +547,7 @@ def as_json(value):
             b"[training]\nsteps = " + b"9" * 4000,
             "9999999999999999999999999999999999999999... does not fit",
         ),
-        (b"[training]\nsteps = " + b"[" * 5000, "nested deeper than 50 levels"),
+        (b"[training]\nsteps = " + b"[" * 5000, "nested too deeply"),
         (b"[training]\nsteps = " + b"[" * 90 + b"]" * 90, "nested deeper than 50 levels"),
         (b".".join([b"a"] * 2000) + b" = 1", "nested deeper than 50 levels"),
         (b"#" * (1 << 20) + b"\n", "larger than 1,048,576 bytes"),

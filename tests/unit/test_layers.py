@@ -31,8 +31,8 @@ TOOLS = (
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "in_process": 4, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
     **dict.fromkeys(("host", "hub", "new_folder", "plugins", "run_file", "shards", "signals"), -1),
-    **dict.fromkeys(("named", "redact"), -2),  # shards has what it says of parts too; tables are printable
-    **dict.fromkeys(("units", "silence", "strict_json", "table", "untrusted"), -1),
+    **dict.fromkeys(("named", "redact", "untrusted"), -2),  # shards has what it says of parts too; tables are printable
+    **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
     **dict.fromkeys(("train", "launch"), 3),
@@ -177,7 +177,7 @@ def may_import(importer: str, target: str) -> bool:
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
         return False
-    if importer == "launch" and package not in ("config", "plugins", "redact", "run_file", "signals", "table"):
+    if importer == "launch" and package not in ("config", "plugins", "redact", "run_file", "signals", "table", "untrusted"):
         return False
     return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
 

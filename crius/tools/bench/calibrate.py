@@ -37,6 +37,7 @@ from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Estimate, Workload, from_config
 from crius.train.inputs import describe_model
 from crius.units import GIB
+from crius.untrusted import parse_json, text_below
 
 LIMIT_SECONDS = 58
 """Seconds after which the short runs, taken together, are given up."""
@@ -274,8 +275,8 @@ def _probe(settings: dict[str, object], kind: str, folder: str, until: float, *,
 
 
 def _read(settings: dict[str, object], run_dir: Path, kind: str) -> Probe:
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if "loss" in record]
+    lines = text_below(run_dir, "metrics.jsonl").splitlines()
+    records = [record for record in map(parse_json, lines) if "loss" in record]
     steady = records[_WARM_STEPS:]
     known = {name: (value,) if name == "data.path" else value for name, value in settings.items()}
     config = with_dtype(replace_fields(RunConfig(), known), on_gpu=kind == "cuda")

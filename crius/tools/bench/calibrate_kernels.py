@@ -22,6 +22,7 @@ from crius.models.layers import Linear
 from crius.parallel.runtime import pick_device, world
 from crius.tools.bench.machine import seconds_of, wait_for
 from crius.train.setup import run_kernels
+from crius.untrusted import parse_json, read_below
 
 BUDGET_SECONDS = 1.0
 """Seconds spent on one kind of operation, at least three repetitions."""
@@ -112,7 +113,7 @@ def gather_speed(device_type: str, num_ranks: int) -> tuple[float, float]:
         code = run_workers(functools.partial(_gather, device_type, folder / "gather.json"), num_ranks, folder)
         if code:
             raise RuntimeError(f"the workers of the all-gather ended with {code}")
-        full, empty = json.loads((folder / "gather.json").read_text(encoding="utf-8"))
+        full, empty = parse_json(read_below(folder, "gather.json"))
     sent = _GATHER_BYTES[device_type] * (num_ranks - 1) / num_ranks
     return sent / max(full - empty, 1e-9), empty
 

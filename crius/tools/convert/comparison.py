@@ -13,6 +13,7 @@ from typing import Any
 from crius.errors import CheckpointError
 from crius.host import python_path
 from crius.models.registry import IMPORTED
+from crius.untrusted import parse_json
 
 TOLERANCE = 1e-5
 """Largest difference of logits in float32, relative to the largest one. Other orders of the same sums give as much;
@@ -76,7 +77,7 @@ def _process() -> Iterator[Callable[[Job], Mapping[str, Any]]]:
                 jobs.write(json.dumps(job) + "\n")
                 jobs.flush()
             if line := results.readline():
-                found: Mapping[str, Any] = json.loads(line)
+                found: Mapping[str, Any] = parse_json(line)
                 return found
             errors.seek(0)
             return {"error": (errors.read().strip().splitlines() or [f"exit code {process.wait()}"])[-1]}

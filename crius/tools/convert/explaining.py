@@ -20,6 +20,7 @@ from crius.models.keys import Noted
 from crius.models.registry import families
 from crius.table import aligned
 from crius.tools.convert.importing import kept_adapters, open_source, place_of, write_tokenizer
+from crius.untrusted import parse_json
 
 _LEFT_OUT = {
     SUFFIX: "none of the files of the weights",
@@ -172,7 +173,7 @@ def _keys(content: Noted) -> Iterator[tuple[str, str]]:
 
 def _fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of ``[model]``, with each word by itself."""
-    return {**settings, **json.loads(settings.get("words", "{}")), "words": ""}
+    return {**settings, **parse_json(settings.get("words", "{}")), "words": ""}
 
 
 def _shown(value: object, most: int = _SHOWN) -> str:

@@ -23,6 +23,7 @@ from crius.host import free_host_bytes
 from crius.interop.safetensors_file import read_safetensors
 from crius.interop.weights import described, hugging_face_tensors, open_weights
 from crius.models.registry import build, import_models
+from crius.untrusted import parse_json, read_below
 
 NUM_TOKENS = 48
 TEXTS = (
@@ -56,7 +57,7 @@ def compare(
         Facts by name; only ``version`` if transformers has no such architecture.
     """
     version = f"transformers {transformers.__version__}"
-    config = json.loads((Path(base or folder) / "config.json").read_bytes())
+    config = parse_json(read_below(base or folder, "config.json"))
     if config["model_type"] not in transformers.CONFIG_MAPPING:
         return {"version": version}
     tokens = (torch.arange(NUM_TOKENS) * 7919 % model["vocab_size"])[None]
@@ -119,6 +120,6 @@ if __name__ == "__main__":
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # other libraries print too
     for line in sys.stdin:
-        job = json.loads(line)
+        job = parse_json(line)
         job["folder"] = Path(job["folder"])
         results.write(json.dumps(compare(**job)) + "\n")

@@ -15,6 +15,7 @@ from crius.interop.kept import BOS_ID, CONFIG, EOS_ID, GENERATION, encoded
 from crius.interop.safetensors_file import json_object
 from crius.interop.weights import Weights
 from crius.tools.convert.importing import copy_file
+from crius.untrusted import read_below
 
 _END = "<|endoftext|>"
 _LARGEST = 1 << 22
@@ -86,7 +87,7 @@ def _write(folder: Path, weights: Weights) -> tuple[str, dict[str, Any]]:
     if built.vocab_size > weights.model["vocab_size"]:
         what = f"tokenizer {weights.tokenizer} has {built.vocab_size:,} ids, the model {weights.model['vocab_size']:,}"
         raise ConfigError(f"{what} rows.", where="tokenizer.path", fix="export with the tokenizer of this model")
-    spec = json_object((folder / TOKENIZER).read_bytes(), TOKENIZER)
+    spec = json_object(read_below(folder, TOKENIZER), TOKENIZER)
     config = config or {
         "clean_up_tokenization_spaces": False,
         "eos_token": _spelled(spec, built.eos_id),

@@ -5,7 +5,6 @@ The logs are those of ``sample_log``. An attempt that starts after step s repeat
 them as ``redone``.
 """
 
-import json
 import re
 from array import array
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from crius.data.sample_log import Attempt, samples_path
 from crius.errors import ConfigError, DataError
-from crius.untrusted import SMALL, open_below
+from crius.untrusted import SMALL, open_below, parse_json
 
 Ints = npt.NDArray[np.int64]
 
@@ -248,7 +247,7 @@ def _read(path: Path) -> RankLog:
 def _take(log: RankLog, line: bytes) -> bool:
     """Add ``line`` to ``log``; False if it is not a line of a sample log."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         if "ids" not in record:
             start = Attempt(**record)
             numbers = (value for name, value in record.items() if name != "source")
@@ -264,7 +263,7 @@ def _take(log: RankLog, line: bytes) -> bool:
         if not record["ids"]:  # only padding, but the rank took part
             flat.extend((record["step"], 0, 0, 1))
         log.ranges.setdefault(record["attempt"], array("q")).extend(flat)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return False
     return True
 

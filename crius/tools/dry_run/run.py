@@ -31,6 +31,7 @@ from crius.tools.dry_run.table import DryRunReport, RankReport, StageReport
 from crius.train.build import LowPrecision, on_meta, planned
 from crius.train.inputs import describe_model, run_modules
 from crius.train.setup import run_kernels
+from crius.untrusted import parse_json
 
 
 def dry_run(
@@ -118,7 +119,7 @@ def _eager(config: RunConfig) -> tuple[RunConfig, list[str]]:
         lines.append("flex is left out: memory is that of kernels.attention auto")
         config = replace(config, kernels=replace(config.kernels, attention="auto"))
     if caps:  # by flex, which keeps as much
-        words = json.dumps({**json.loads(config.model.words or "{}"), "attention_softcap": 0.0})
+        words = json.dumps({**parse_json(config.model.words or "{}"), "attention_softcap": 0.0})
         config = replace(config, model=replace(config.model, words=words))
     parallelism = replace(config.parallelism, enable_async_tensor_parallel=False)
     return replace(config, compile=CompileConfig(), parallelism=parallelism), lines

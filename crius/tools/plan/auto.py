@@ -18,6 +18,7 @@ from crius.tools.plan.legal import Case
 from crius.tools.plan.plan import recommend
 from crius.tools.plan.variants import overrides
 from crius.units import GIB
+from crius.untrusted import text_named
 
 FLAG = "parallelism.auto"
 
@@ -132,7 +133,7 @@ def hardware_here(*, on_gpu: bool, num_ranks: int, local_ranks: int, is_dry: boo
 def gpu_name(root: Path = _GPUS) -> str:
     """The driver's name of this machine's first GPU, without torch; empty if the driver does not report it."""
     for file in sorted(root.glob("*/information")):
-        model = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        model = re.search(r"^Model:\s*(.+)$", text_named(file), re.MULTILINE)
         if model:
             return model[1].strip()
     return ""

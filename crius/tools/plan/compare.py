@@ -1,6 +1,5 @@
 """A run's measured speed and memory, and its plan. Torch-free."""
 
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from crius.tools.plan.memory import memory
 from crius.tools.plan.time import step_time
 from crius.tools.plan.workload import Estimate, Workload, from_config
 from crius.units import GIB
-from crius.untrusted import HUGE, read_below, records_below
+from crius.untrusted import HUGE, parse_json, read_below, records_below
 
 # Ranges of the rows of benchmarks/planner/measurements.csv
 GENERATIONS = ("ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3")
@@ -309,7 +308,7 @@ def compare_run(
         ConfigError: the folder lacks these files, or they are damaged.
     """
     try:
-        told = json.loads(read_below(run_dir, PLAN))
+        told = parse_json(read_below(run_dir, PLAN))
         machine = Machine(**told["machine"])
         mode, microbatch = told["activation_checkpoint"], told.get("microbatch", -1)
         measured = measured_of(_undamaged(records_below(run_dir, "metrics.jsonl", HUGE)))

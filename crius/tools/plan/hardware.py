@@ -5,7 +5,6 @@ calibration.
 """
 
 import math
-import tomllib
 from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,6 +16,7 @@ from crius.errors import ConfigError, CriusError, EnvironmentError
 from crius.host import user_cache
 from crius.metrics.gpus import ALIASES, GPUS, find_gpu
 from crius.run_file import write_whole
+from crius.untrusted import parse_toml, text_named
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cpu", "other"]
 
@@ -128,8 +128,8 @@ def hardware(name_or_path: str) -> Hardware:
 def _from_file(path: Path) -> Hardware:
     where = str(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = parse_toml(text_named(path))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"hardware file {path} cannot be read: {error}.", fix="correct it, or give a known GPU: --gpu h100-80g"
         ) from error

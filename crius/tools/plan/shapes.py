@@ -1,7 +1,6 @@
 """Models that can be planned: models that Crius trains, some that it does not train yet, and sizes from a TOML file."""
 
 import dataclasses
-import tomllib
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -14,6 +13,7 @@ from crius.models.plan import decoder_plan
 from crius.models.registry import SPECS
 from crius.models.rope import Rope
 from crius.models.spec import described
+from crius.untrusted import parse_toml, text_named
 
 # Multi-head latent attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, 2412.19437)
 MLA_QUERY_RANK, MLA_KEY_RANK, MLA_ROPE_DIM, MLA_VALUE_DIM = 1536, 512, 64, 128
@@ -112,7 +112,7 @@ def planned(name: str, config: PlannedConfig, published_parameters: int | None =
     return dataclasses.replace(described(name, config, plan), published_parameters=published_parameters)
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8"))
+_TABLES = parse_toml(text_named(Path(__file__).with_name("models.toml")))
 NOT_TRAINABLE_YET = {name: planned(name, PlannedConfig(**sizes)) for name, sizes in _TABLES.items()}
 """Models with experts, by name."""
 
@@ -164,8 +164,8 @@ def shape_named(model: str, flavor: str) -> ModelDescription:
 def _from_file(path: Path) -> ModelDescription:
     """The model of a TOML file with the sizes of ``PlannedConfig``, and a ``name``."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = parse_toml(text_named(path))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"model file {path} cannot be read: {error}.",
             where="--model",

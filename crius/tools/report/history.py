@@ -1,7 +1,6 @@
 """The files of a run folder, read into one object. No torch."""
 
 import errno
-import json
 import operator
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from crius.config.toml_file import settings_of_run
 from crius.errors import ConfigError, EnvironmentError
 from crius.launch.lock import NAME as LOCK
 from crius.redact import redact_value
-from crius.untrusted import SMALL, names_below, object_below, read_below, records_below, text_below
+from crius.untrusted import SMALL, names_below, object_below, parse_json, read_below, records_below, text_below
 
 MARKS = ("run.toml", "metrics.jsonl", LOCK)
 """A folder with one of these files is a run folder."""
@@ -186,10 +185,10 @@ def _incidents(run: Path) -> Iterator[tuple[str, Any]]:
         place = f"incidents/{name}"
         try:
             if name.endswith(".json"):
-                yield name, json.loads(read_below(run, place, SMALL))
+                yield name, parse_json(read_below(run, place, SMALL))
             elif name.endswith(".txt"):
                 yield name, text_below(run, place, SMALL)
         except OSError as error:
             yield name, None if name.endswith(".json") else f"This file cannot be read: {error.strerror}."
-        except (ValueError, RecursionError):
+        except ValueError:
             yield name, None

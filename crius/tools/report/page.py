@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import html
-import importlib.resources
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from crius.redact import printable
 from crius.run_file import write_whole
 from crius.tools.report.history import RunHistory
 from crius.tools.report.payload import payload
+from crius.untrusted import open_named, text_named
 
 REPORT = "report.html"
 """Name of the report in a run folder."""
@@ -56,7 +56,7 @@ def is_report(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        with path.open("rb") as file:
+        with open_named(path) as file:
             return _TITLE.encode() in file.read(_HEAD)
     except OSError:
         return False
@@ -84,7 +84,7 @@ def write_report(runs: Sequence[RunHistory], out: Path, origins: Mapping[str, st
 
 
 def _asset(name: str) -> str:
-    return (importlib.resources.files("crius.tools.report") / "assets" / name).read_text(encoding="utf-8")
+    return text_named(Path(__file__).with_name("assets") / name)
 
 
 def _hash(text: str) -> str:

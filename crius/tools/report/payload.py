@@ -15,6 +15,7 @@ from crius.tools.plan.compare import measured_of
 from crius.tools.report.compare import differing, results_of, whole_summary
 from crius.tools.report.curves import TOLERANCE, Curve, common_points, curve, thinned
 from crius.tools.report.history import RunHistory, finite
+from crius.untrusted import parse_json
 
 SHOWN = (
     "loss",
@@ -169,7 +170,7 @@ def _modified(run: RunHistory) -> float | None:
 
 def _changed(run: RunHistory) -> list[dict[str, Any]]:
     """The settings that differ from the defaults. A setting that this version does not know has no default."""
-    defaults = json.loads(json.dumps(flatten(RunConfig())))
+    defaults = parse_json(json.dumps(flatten(RunConfig())))
     return [
         {"name": name, "value": value, "default": defaults.get(name)}
         for name, value in run.settings.items()

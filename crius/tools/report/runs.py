@@ -1,11 +1,9 @@
 """The runs in a folder and their states, from the ends of their files: hundreds per second. No torch."""
 
 import contextlib
-import json
 import os
 import re
 import time
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -16,7 +14,7 @@ from crius.errors import ConfigError
 from crius.launch.lock import holder_of
 from crius.table import aligned
 from crius.tools.report.history import MARKS, RunHistory, finite
-from crius.untrusted import SMALL, names_below, object_below, open_below, text_below
+from crius.untrusted import SMALL, names_below, object_below, open_below, parse_json, parse_toml, text_below
 
 _TAIL = 1 << 16
 _LONG_TAIL = 1 << 20
@@ -210,7 +208,7 @@ def _section(text: str, name: str) -> dict[str, Any]:
     """One table of a run.toml. Reading the whole file would take milliseconds."""
     found = re.search(rf"^\[{name}\]\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     try:
-        return tomllib.loads(found[1]) if found else {}
+        return parse_toml(found[1]) if found else {}
     except ValueError:
         return {}
 
@@ -244,8 +242,8 @@ def _newest(lines: Sequence[bytes], name: str) -> Iterator[dict[str, Any]]:
     key = f'"{name}"'.encode()
     for line in (line for line in reversed(lines) if key in line):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             continue  # damaged, or still being written
         if isinstance(record, dict) and name in record:
             yield record

@@ -10,6 +10,7 @@ from crius.tools.convert.comparison import comparing
 from crius.tools.convert.exporting import export_model, open_source
 from crius.tools.convert.new_folder import new_folder
 from crius.tools.convert.peft_out import Base, base_of, export_peft
+from crius.untrusted import parse_json, read_named
 
 ADAPTERS = "adapters"
 BASE = "base"
@@ -60,7 +61,7 @@ def _keep_base(run: Path, base: Base) -> str:
         else:
             export_model(open_source(base.name, -1), str(place))
     settings = run / ADAPTERS / ADAPTER_CONFIG
-    named = json.loads(settings.read_text()) | {"base_model_name_or_path": BASE}
+    named = parse_json(read_named(settings)) | {"base_model_name_or_path": BASE}
     settings.write_text(json.dumps(named, indent=2) + "\n")
     return f" of the model in {place}"
 

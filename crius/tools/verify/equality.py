@@ -1,6 +1,5 @@
 """Whether a killed run equals the undisturbed one: each step, the last checkpoint, each sample. No torch."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.state import read_state
 from crius.interop.casting import FLOATS, cast
 from crius.tools.data_audit.audit import audit
+from crius.untrusted import parse_json, text_below
 
 COMPARED = ("loss", "grad_norm")
 """Numbers of each step in ``metrics.jsonl`` that are compared; the file has them to the last bit."""
@@ -147,8 +147,8 @@ def compare(expected: Path, got: Path, steps: int, tolerance: float = 0.0) -> Eq
 def _steps(run_dir: Path) -> dict[int, Records]:
     """The records of each step; each should have one."""
     found: dict[int, Records] = {}
-    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for line in text_below(run_dir, "metrics.jsonl").splitlines():
+        record = parse_json(line)
         if "loss" in record:
             found.setdefault(record["step"], []).append(record)
     return found

@@ -17,9 +17,11 @@ from crius.config.run import RunConfig
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.launch.report import log_path
+from crius.run_file import open_log
 from crius.signals import STOP_SIGNALS
 from crius.tools.verify.matrix import Case
 from crius.tools.verify.worker import RESULT, Task
+from crius.untrusted import HUGE, parse_json, read_below
 
 STOPPED = tuple(sorted(128 + number for number in STOP_SIGNALS))
 """Exit codes after a signal to this process."""
@@ -56,10 +58,10 @@ def run(work: Work, task: Task, num_ranks: int) -> Outcome:
     if code in STOPPED:
         raise SystemExit(code)
     if code == 0:
-        return Outcome(json.loads((task.run_dir / RESULT).read_text(encoding="utf-8")), seconds)
+        return Outcome(parse_json(read_below(task.run_dir, RESULT, HUGE)), seconds)
     log = log_path(task.run_dir / "logs", 0)
     report = said.getvalue().strip()
-    with log.open("a", encoding="utf-8") as file:
+    with open_log(log) as file:
         file.write(report + "\n")
     headline = report.splitlines()[0] if report else f"exit code {code}"
     if seconds >= task.seconds:

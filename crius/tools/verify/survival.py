@@ -20,6 +20,7 @@ from crius.launch.environment import FAULTS, Placement
 from crius.launch.local import run_workers
 from crius.launch.lock import run_lock
 from crius.launch.stop import PREEMPTED
+from crius.run_file import open_log
 from crius.tools.faults.planted import PlantedFaults
 from crius.tools.verify.equality import Equality, compare
 from crius.tools.verify.run import STOPPED
@@ -27,6 +28,7 @@ from crius.tools.verify.worker import speak_to
 from crius.train import job
 from crius.train.reports import RECOVERIES
 from crius.train.tools import Tools
+from crius.untrusted import parse_json, read_below, text_named
 
 UNDISTURBED = "undisturbed"
 KILLED = "killed"
@@ -83,14 +85,14 @@ class Life:
     @property
     def summary(self) -> dict[str, Any]:
         """``summary.json`` of a run that reached its end."""
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = parse_json(read_below(self.folder, "summary.json"))
         return found
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
         """Records of ``crius.train.reports``, one for each failure that was followed by a new step."""
         path = self.folder / "logs" / RECOVERIES
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        return [parse_json(line) for line in text_named(path).splitlines()] if path.exists() else []
 
     def kills(self) -> list[Attempt]:
         """The attempts that ended by SIGKILL to one of their ranks."""
@@ -228,7 +230,7 @@ def live(course: Course) -> Life:
     except _TooLate:
         code = 1
         late = f"not at its end after {course.seconds:g} s (--timeout)"
-    with (logs / CONSOLE).open("a", encoding="utf-8") as console:
+    with open_log(logs / CONSOLE) as console:
         console.write(said.getvalue())
     if code in (PREEMPTED, *STOPPED):
         raise SystemExit(code if code in STOPPED else STOPPED[-1])
@@ -336,7 +338,7 @@ class Family:
 def _start_of(pid: int) -> str:
     """Start of a process, in ticks since boot; empty if there is none, or only a zombie."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        state, *fields = text_named(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if state in "ZX" else fields[18]
@@ -346,5 +348,5 @@ def _children(pid: int) -> list[int]:
     found = []
     for path in Path("/proc").glob(f"{pid}/task/*/children"):
         with contextlib.suppress(OSError):
-            found += [int(word) for word in path.read_text(encoding="ascii").split()]
+            found += [int(word) for word in text_named(path).split()]
     return found

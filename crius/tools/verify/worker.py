@@ -41,6 +41,7 @@ from crius.models.plan import match
 from crius.parallel.init import Init, Normal, init_parameters, init_rules
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, world
+from crius.run_file import open_log
 from crius.shards import local_tensor, named_buffers, named_state
 from crius.tools.plan.fit import fit
 from crius.tools.verify.parameters import Shards, checksums, compare
@@ -245,7 +246,7 @@ def _session(task: Task, placement: Placement) -> Iterator[tuple[Job, contextlib
 
 def speak_to(path: Path) -> None:
     """Send all later output of this process, also of C code, to the end of ``path``."""
-    log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    log = open_log(path)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
