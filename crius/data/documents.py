@@ -18,7 +18,7 @@ from crius import plugins
 from crius.config.data import DataConfig, check_source
 from crius.data.chat.conversations import LISTS, PAIRS, check_is_row
 from crius.data.rows import COMPRESSED, checked_text, decode, json_kind, read_rows, reading, value_of
-from crius.errors import CriusError, DataError, MissingPathError
+from crius.errors import ConfigError, CriusError, DataError, MissingPathError
 
 
 def matches(pattern: Path) -> list[Path]:
@@ -138,7 +138,7 @@ def find_files(data: DataConfig, flag: str = "--data.path") -> tuple[Path, ...]:
     """
     if data.source == "stdlib":
         if data.path:
-            raise DataError(
+            raise ConfigError(
                 f"source stdlib takes no path, but got {data.path[0]}.", where=flag, fix="--data.source text, or jsonl"
             )
         return _stdlib_files()

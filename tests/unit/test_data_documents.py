@@ -14,7 +14,7 @@ from crius.data import documents, rows
 from crius.data.documents import Piece, document_text, find_files, read_pieces
 from crius.data.rows import Refusals
 from crius.data.source import MAX_IDENTITY, storable_identity
-from crius.errors import DataError
+from crius.errors import ConfigError, DataError
 
 
 def read(source, *patterns, **options):
@@ -155,7 +155,7 @@ def test_paths_that_are_no_files_are_refused_with_what_to_type(tmp_path, source)
 
 
 def test_stdlib_refuses_a_path():
-    with pytest.raises(DataError, match="takes no path"):
+    with pytest.raises(ConfigError, match="takes no path"):
         find_files(DataConfig(path=("a.txt",)))
 
 

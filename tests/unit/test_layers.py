@@ -52,6 +52,7 @@ ARROWS = [
     ("tools/tune", "tools.convert"),
     ("tools/tune", "tools.generate"),
 ]
+OF_LAUNCH = ("config", "plugins", "redact", "run_file", "signals", "table", "untrusted")
 PRIVATE = ("config.load", "config.rules", "config.toml_file")  # sections, run and resolve are for all
 # (importers, what they may not import although it lies below them)
 CLOSED = [
@@ -177,7 +178,15 @@ def may_import(importer: str, target: str) -> bool:
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
         return False
-    if importer == "launch" and package not in ("config", "plugins", "redact", "run_file", "signals", "table", "untrusted"):
+    if importer == "launch" and package not in (
+        "config",
+        "plugins",
+        "redact",
+        "run_file",
+        "signals",
+        "table",
+        "untrusted",
+    ):
         return False
     return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
 

@@ -149,3 +149,26 @@ def test_own_links_of_a_run_folder_to_its_large_parts_are_said(tmp_path, capsys)
     (tmp_path / "run/wandb/latest-run").symlink_to("nothing")  # as wandb itself does
     run_dir(replace_fields(RunConfig(), {"job.run_dir": str(tmp_path / "run")}), None)
     assert capsys.readouterr().err == f"{tmp_path}/run/checkpoints is a link to {tmp_path}/disk\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate base --prompt a --prompt_file FILE",
+        "evaluate base --tasks FILE",
+        "plan --validate FILE",
+        "plan --gpu FILE",
+        "config show --config FILE",
+        "train --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule_csv FILE",
+    ],
+)
+@pytest.mark.parametrize("kind", ["missing", "fifo", "zero", "folder"])
+def test_a_file_that_the_user_named_is_read_or_refused_at_once(words, kind, tmp_path, capsys):
+    file = {"zero": "/dev/zero"}.get(kind, str(tmp_path / f"{kind}.txt"))
+    if kind == "fifo":
+        os.mkfifo(file)
+    if kind == "folder":
+        os.mkdir(file)
+    assert main(words.replace("FILE", file).split()) == 2
+    told = capsys.readouterr().err
+    assert file in told and told.count("Error: ") == 1

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from crius.errors import ConfigError, DataError
+from crius.errors import ConfigError, DataError, MissingPathError
 from crius.untrusted import parse_json, text_named
 
 Message = dict[str, str]
@@ -117,8 +117,9 @@ def read_prompts(texts: Sequence[str], file: str, *, chat: bool) -> list[Prompt]
             content = text_named(file)
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or str(error)
+            kind = MissingPathError if isinstance(error, OSError) else DataError
             what = f"{file} cannot be read: {why}."
-            raise DataError(what, where="--prompt_file", fix="give a text file in UTF-8 that exists") from None
+            raise kind(what, where="--prompt_file", fix="give a text file in UTF-8 that exists") from None
         whole = [_prompt(content.removesuffix("\n"))]
         prompts += _lines(content, file, chat=chat) if file.endswith(".jsonl") else whole
     if not prompts:

@@ -27,6 +27,7 @@ from crius.tools.plan.memory import memory, rank_bytes
 from crius.tools.plan.time import tokens_per_second
 from crius.tools.plan.workload import Device, from_config
 from crius.units import GIB
+from crius.untrusted import text_named
 
 SPEED, MEMORY = "tokens_per_second_per_rank", "memory_gib"
 NEEDED = ("gpu", "num_gpus", SPEED, MEMORY)
@@ -162,15 +163,11 @@ def validate_file(path: Path, read: Read) -> Report:
 def _rows(path: Path) -> list[dict[str, str]]:
     where = f"--validate {path}"
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [
-                {
-                    key.strip(): (value or "").strip()
-                    for key, value in row.items()
-                    if key and not isinstance(value, list)
-                }
-                for row in csv.DictReader(file, skipinitialspace=True)
-            ]
+        lines = text_named(path).splitlines(keepends=True)
+        rows = [
+            {key.strip(): (value or "").strip() for key, value in row.items() if key and not isinstance(value, list)}
+            for row in csv.DictReader(lines, skipinitialspace=True)
+        ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         fix = "give a CSV file in UTF-8"
         raise ConfigError("the measurements cannot be read.", where=where, why=f"{error}", fix=fix) from None
