@@ -2,6 +2,7 @@
 verbs."""
 
 import functools
+import gc
 import importlib
 import io
 import os
@@ -73,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if SOURCES.counted and arguments[0] != "train":
             what = f"{' and '.join(sorted(SOURCES.counted))} auto is for crius train, which counts the sequences."
             raise ConfigError(what, where="command line or file", fix="give a number")
+        gc.enable()
         return command(*bound.args, **bound.kwargs) or 0
     except (CycloptsError, WrongSettings) as error:
         problem = explain(error) if is_parsed else explain(error, arguments, parse)
