@@ -73,6 +73,7 @@ def torch_seconds():
         "completion",
         "models",
         "explained_import",
+        "wrong_source",
         "config_show",
         "config_diff",
         "wrong_flag",
