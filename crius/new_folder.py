@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-_LEFT = ".partial-"
+PARTIAL = ".partial-"
+"""Between the name of what is written and a word that makes the name unique."""
 
 
 @contextlib.contextmanager
@@ -31,7 +32,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         OSError: the disk cannot be written.
     """
     collect(out.parent, glob.escape(out.name))
-    partial = out.with_name(f"{out.name}{_LEFT}{uuid.uuid4().hex}")
+    partial = out.with_name(f"{out.name}{PARTIAL}{uuid.uuid4().hex}")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_signals())
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
@@ -46,10 +47,13 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def collect(folder: Path, name: str = "*") -> None:
-    """Remove folders in ``folder`` that killed writers left behind and whose names match the pattern ``name``."""
-    for left in folder.glob(f"{name}{_LEFT}*"):
+    """Remove folders and files in ``folder`` that killed writers left, and whose names match the pattern ``name``."""
+    for left in folder.glob(f"{name}{PARTIAL}*"):
         with contextlib.suppress(OSError), _locked(left, fcntl.LOCK_NB):
-            shutil.rmtree(left)
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
 
 
 def sync(path: Path) -> None:
@@ -62,8 +66,8 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, flag: int = 0) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _locked(path: Path, flag: int = 0) -> Iterator[None]:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # it may be a FIFO
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | flag)
         yield

@@ -1,12 +1,17 @@
 """Files of a run folder that matter less than the run: if they cannot be written, the run continues without them."""
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
 import stat
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
+
+from crius.new_folder import PARTIAL, collect, sync
 
 
 class RunFile:
@@ -114,37 +119,51 @@ class Mirror:
             os.pwrite(self._file, json.dumps(record).encode().ljust(self._num_bytes), 0)
 
 
-def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
-    """Write ``text`` so that a reader sees all of it or nothing.
+def write_whole(path: Path, text: str, *, is_private: bool = False, is_durable: bool = False) -> None:
+    """Write ``text`` so that a reader sees all of it or nothing. What a killed writer of the file left is removed.
 
     Args:
         path: path of the file; its folder is created.
         text: content of the file.
         is_private: whether only the owner may read it (mode 0600), for a report with stacks, settings or samples of a
             run.
+        is_durable: whether it is on the disk when this returns, and never half of it, even if the machine loses power.
+            A disk that hangs then blocks.
 
     Raises:
         OSError: the file cannot be written.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}{PARTIAL}{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
-        new = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if is_private else 0o666)
-        with open(new, "w", encoding="utf-8") as file:
+        collect(path.parent, glob.escape(path.name))
+        with contextlib.ExitStack() as stack:
+            while not partial.exists():  # another process may remove it before it is locked
+                new = os.open(
+                    partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if is_private else 0o666
+                )
+                file = stack.enter_context(open(new, "w", encoding="utf-8"))
+                with contextlib.suppress(OSError):  # without locks, nothing is collected
+                    fcntl.flock(file, fcntl.LOCK_EX)
             file.write(text)
-        partial.replace(path)
+            file.flush()
+            if is_durable:
+                os.fsync(file.fileno())
+            partial.replace(path)
+        if is_durable:
+            sync(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
 
 
-def write_run_file(path: Path, text: str, warn: Callable[[str], None], *, is_private: bool = False) -> None:
+def write_run_file(
+    path: Path, text: str, warn: Callable[[str], None], *, is_private: bool = False, is_durable: bool = False
+) -> None:
     """Like ``write_whole``, but if the file cannot be written, ``warn`` gets a sentence."""
     try:
-        write_whole(path, text, is_private=is_private)
+        write_whole(path, text, is_private=is_private, is_durable=is_durable)
     except OSError as error:
         warn(f"{path} cannot be written ({error.strerror or error})")
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from crius import plugins
 from crius.config.operation import MetricsConfig
 from crius.metrics.record import Record, Sink, StepMetrics, ValidationMetrics
+from crius.new_folder import PARTIAL
 from crius.run_file import RunFile, open_log
 from crius.untrusted import open_below, parse_json
 
@@ -211,7 +212,7 @@ def _go_back(path: Path, step: int) -> None:
     if lost:
         with open_log(aside) as file:
             file.buffer.writelines(lost)
-    partial = path.with_name("metrics.jsonl.partial")
+    partial = path.with_name(f"{path.name}{PARTIAL}cut")
     partial.write_bytes(b"".join(kept))
     partial.replace(path)
 

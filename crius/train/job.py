@@ -33,6 +33,7 @@ from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Sink, ValidationMetrics
 from crius.metrics.sinks import build_sinks
 from crius.models import registry
+from crius.new_folder import collect
 from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.compile import prepare_compile
 from crius.parallel.context import ContextShard
@@ -387,6 +388,7 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
     for line in lines:
         log.info("%s", line)
     if job.ranks.rank == 0:
+        collect(run_dir)
         log_save_plan(config, run_dir)
         if corpus.bad_rows:
             listing = run_dir / "data" / BAD_ROWS

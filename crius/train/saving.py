@@ -165,7 +165,7 @@ def remember(run_dir: Path, folder: CheckpointFolder, manifest: Manifest | None)
     if manifest:
         load_step = manifest.config.get("checkpoint.load_step", -1)
         newest = Newest(manifest.run_id, manifest.step, manifest.digest, newest.folder, load_step)
-    write_run_file(run_dir / NEWEST, json.dumps(newest._asdict()) + "\n", log.warning)
+    write_run_file(run_dir / NEWEST, json.dumps(newest._asdict()) + "\n", log.warning, is_durable=True)
 
 
 def check_newest(run_dir: Path, folder: CheckpointFolder, load_step: int, *, accepts: bool) -> str:

@@ -30,8 +30,9 @@ TOOLS = (
 )
 LAYER = {
     **{"config": 0, "models": 1, "kernels": 1, "in_process": 4, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
-    **dict.fromkeys(("host", "hub", "new_folder", "plugins", "run_file", "shards", "signals"), -1),
-    **dict.fromkeys(("named", "redact", "untrusted"), -2),  # shards has what it says of parts too; tables are printable
+    **dict.fromkeys(("host", "hub", "plugins", "run_file", "shards", "signals"), -1),
+    # ground of the ground: shards has what it says of parts too, tables are printable, run_file uses new_folder
+    **dict.fromkeys(("named", "new_folder", "redact", "untrusted"), -2),
     **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from test_metrics import STEP
 
 from crius import run_file
 from crius.metrics.sinks import JsonlSink
-from crius.run_file import RunFile, write_run_file
+from crius.run_file import RunFile, write_run_file, write_whole
 from crius.train.setup import start_logging
 
 
@@ -161,3 +162,24 @@ def test_logging_goes_on_without_its_file(tmp_path, full_disk, capsys):
         f"warning: {tmp_path}/logs/rank-0.log cannot be written (No space left on device): its lines are lost, and "
         "the run continues\n"
     )
+
+
+def test_the_next_writer_of_a_file_removes_what_killed_ones_left_and_nothing_that_is_being_written(tmp_path):
+    for name in ("a.partial-killed", "a.partial-written", "b.partial-killed"):
+        (tmp_path / name).write_text("ha")
+    with (tmp_path / "a.partial-written").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write_whole(tmp_path / "a", "half")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.partial-written", "b.partial-killed"]
+    assert (tmp_path / "a").read_text() == "half"
+
+
+def test_a_durable_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_writer_returns(
+    tmp_path, monkeypatch
+):
+    done = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: done.append([os.readlink(f"/proc/self/fd/{file}"), sync(file)][0]))
+    write_whole(tmp_path / "a", "text", is_durable=True)
+    assert [path.partition(".partial-")[0] for path in done] == [str(tmp_path / "a"), str(tmp_path)]
+    assert ".partial-" in done[0]

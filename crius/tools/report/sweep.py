@@ -162,7 +162,7 @@ def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
         what = f"another process trains {busy[0].folder}."
         raise ConfigError(what, where=f"--{RUN_DIR}", fix=f"wait until it has ended, or {fix}")
     try:
-        write_whole(folder / FILE, json.dumps(known | flags, indent=2) + "\n")
+        write_whole(folder / FILE, json.dumps(known | flags, indent=2) + "\n", is_durable=True)
     except OSError as error:
         what = f"the folder {folder} of the sweep cannot be written: {error.strerror}."
         raise ConfigError(what, where=f"--{RUN_DIR}", fix=f"give another --{RUN_DIR}") from None
