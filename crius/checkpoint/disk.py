@@ -71,10 +71,12 @@ class LocalDisk:
         """Create the folder if it does not exist."""
         name = check_name(folder, self.where)
         with self._said("cannot be created", folder):
-            if not self._root.is_dir():
-                self._root.mkdir(parents=True, exist_ok=True)
-                with _descriptor(os.open(self._root.absolute().parent, _FOLDER_FLAGS)) as parent:
-                    _sync(parent)
+            self._root.mkdir(parents=True, exist_ok=True)
+            with (  # also if another part of the run made the folder
+                suppress(PermissionError),
+                _descriptor(os.open(self._root.absolute().parent, _FOLDER_FLAGS)) as parent,
+            ):
+                _sync(parent)
             with self._open_root() as root, suppress(FileExistsError):
                 os.mkdir(name, dir_fd=root)
             with self._open_folder(name):  # an entry that existed may be a file or a link, which fails here

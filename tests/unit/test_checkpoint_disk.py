@@ -260,7 +260,7 @@ def test_a_file_system_may_be_unable_to_sync_folders(code, is_fine, tmp_path):
             raise OSError(code, os.strerror(code))
 
     with patched("fsync", fail):
-        with nullcontext() if is_fine else pytest.raises(CheckpointError, match="cannot be written: Input/output"):
+        with nullcontext() if is_fine else pytest.raises(CheckpointError, match="cannot be created: Input/output"):
             local(tmp_path, 20)
     assert open_disk(str(tmp_path)).committed() == [20] * is_fine
 
