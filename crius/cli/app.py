@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -391,14 +392,13 @@ def _run_name(run: RunConfig, placement: Any) -> str:
 def run_dir(run: RunConfig, placement: Any) -> Path:
     """The run folder. It is made, and a test file is written to it."""
     folder = Path(run.job.run_dir or Path("runs") / (run.job.name or _run_name(run, placement)))
-    probe = folder / "logs" / f".writable-{os.uname().nodename}-{os.getpid()}"
     try:
         for name in check_entries(folder, (run.checkpoint.folder, "data"), ("wandb",)):
             if placement is None or placement.rank == 0:
                 sys.stderr.write(f"{folder / name} is a link to {printable(os.readlink(folder / name))}\n")
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-        probe.unlink()
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder / "logs"):  # has no name, so a kill leaves nothing
+            pass
     except OSError as error:
         raise EnvironmentError(
             f"the run folder {folder} cannot be written: {error.strerror}.",

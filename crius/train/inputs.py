@@ -1,7 +1,7 @@
 """A run's inputs before torch is imported: its decisions, its model, its corpus. Bad data is reported at once."""
 
 import contextlib
-import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -284,11 +284,10 @@ def own_checkpoint_folder(config: RunConfig, run_dir: Path) -> Path | None:
     if not config.checkpoint.is_enabled or "://" in place:
         return None
     folder = Path(place)
-    probe = folder / f".writable-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch(exist_ok=False)
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # has no name, so a kill leaves nothing
+            pass
     except OSError as error:
         raise EnvironmentError(
             f"checkpoints cannot be written to {folder}: {error.strerror}.",
