@@ -189,6 +189,23 @@ def chaos(
 
 
 @verify_app.command
+def crash(
+    *,
+    writers: Annotated[str, Parameter(help="Writers joined by commas, such as train,fsdp2. Empty: all.")] = "",
+    seed: Annotated[int, Parameter(help="Seed of the states that are resumed to the end.")] = 1,
+) -> int:
+    """Try each state that a crash can leave of a run folder: the next start must recover it.
+
+    Exit code 1 if a state is not recovered.
+    """
+    from crius.cli import main
+    from crius.tools.verify.crash import crash
+
+    need_torch()
+    return crash(main, writers=writers, seed=seed)
+
+
+@verify_app.command
 def precision(
     run: Run = RunConfig(),  # noqa: B008
     *,

@@ -1,0 +1,129 @@
+"""``crius verify crash``: every crash of a save is recovered, and planted faults of a save are found."""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from crius.checkpoint import disk as disks
+from crius.checkpoint import save
+from crius.checkpoint.disk import LocalDisk
+from crius.checkpoint.folder import CheckpointFolder, expendable
+from crius.cli import main
+from crius.new_folder import sync
+from crius.tools.verify import crash as verb
+from crius.tools.verify.crash import crash
+from crius.tools.verify.crash_record import Journal, Record, state_of, tree_of
+from crius.tools.verify.crash_states import crashes
+from crius.train.saving import remember
+
+
+def test_a_journal_tells_writes_renames_and_removals_apart(tmp_path):
+    journal = Journal(tmp_path)
+    for change in (
+        lambda: (tmp_path / "a.new").write_bytes(b"half"),
+        lambda: (tmp_path / "a.new").rename(tmp_path / "a"),
+        lambda: (tmp_path / "b").mkdir(),
+        lambda: (tmp_path / "b").rename(tmp_path / "c"),
+        lambda: (tmp_path / "a").write_bytes(b"whole"),
+        lambda: (tmp_path / "a").unlink(),
+    ):
+        change()
+        journal.note(0)
+    for held in journal.held:
+        os.close(held)
+    assert [record.what for record in journal.records] == [
+        *("make a.new", "write a.new", "rename a", "make b", "rename c", "write a", "remove a")
+    ]
+    assert tree_of(state_of(tmp_path), journal.root) == {"c": None}
+    assert [crash.tree for crash in crashes(journal.records, journal.root) if crash.kind == "prefix"][-1] == {"c": None}
+
+
+def test_a_crash_loses_what_no_sync_made_durable_and_nothing_else():
+    make = Record("make a", {(1, "a"): 2, 2: b""}, {1})
+    write = Record("write a", {2: b"text"}, {2})
+    records = [make, write, Record("sync file", {}, {2}), Record("sync folder", {}, {1}, is_list=True)]
+
+    def left(count):
+        return {crash.tree.get("a") for crash in crashes(records, 1) if crash.what.startswith(f"record {count}")}
+
+    whole = b"text"
+    assert [left(count) for count in (1, 2, 3, 4)] == [{None, b""}, {None, b"", b"te", whole}, {None, whole}, {whole}]
+
+
+def test_a_run_that_is_stopped_survives_a_kill_after_each_of_its_writes(monkeypatch, capsys):
+    monkeypatch.setattr(verb, "DRAWN", 2)
+    monkeypatch.setattr(verb, "crashes", lambda *words: (state for state in crashes(*words) if state.kind == "prefix"))
+    assert crash(main, writers="signal") == 0
+    assert capsys.readouterr().out.endswith(": ok\n")
+
+
+class NoSync:
+    """``os`` without syncs of files."""
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def fsync(self, file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            os.fsync(file)
+
+
+def without_sync(monkeypatch):
+    monkeypatch.setattr(disks, "os", NoSync())
+
+
+def sync_after_rename(monkeypatch):
+    commit = LocalDisk.commit
+
+    def late(self, folder, step):
+        commit(self, folder, step)
+        for file in Path(self.where, f"step-{step:08d}").iterdir():
+            sync(file)
+
+    without_sync(monkeypatch)
+    monkeypatch.setattr(LocalDisk, "commit", late)
+
+
+def prune_before_commit(monkeypatch):
+    def early(disk, folder, attempt, manifest, state, **named):
+        for step in expendable([*CheckpointFolder(disk).good(), manifest.step], 2, 0):
+            disk.remove(f"step-{step:08d}")
+        return commit(disk, folder, attempt, manifest, state, **named)
+
+    commit = save.commit
+    monkeypatch.setattr(save, "commit", early)
+
+
+def remember_before_commit(monkeypatch):
+    def early(disk, folder, attempt, manifest, state, **named):
+        remember(Path("out"), CheckpointFolder(disk), manifest)
+        return commit(disk, folder, attempt, manifest, state, **named)
+
+    commit = save.commit
+    monkeypatch.setattr(save, "commit", early)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (without_sync, "half of write|without write"),
+        (sync_after_rename, "half of write|without write"),
+        (prune_before_commit, r"of \['checkpoints/step-00000002'\], committed were .*1', 'checkpoints/step-00000002'"),
+        (remember_before_commit, "the next start is refused: the newest checkpoint of the run"),
+    ],
+)
+def test_a_planted_fault_of_a_save_is_found(plant, says, monkeypatch, capsys):
+    plant(monkeypatch)
+    assert crash(main, writers="train") == 1
+    found = capsys.readouterr().out
+    assert re.search(says, found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", verb.WRITERS)
+def test_every_crash_of_a_writer_is_recovered(writer, capsys):
+    assert crash(main, writers=writer) == 0, capsys.readouterr().out
