@@ -1,8 +1,9 @@
 """The place of this process in a launched run and the GPUs it may use, from the environment."""
 
 import importlib.util
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,13 +59,16 @@ def joined_placement(environ: Mapping[str, str]) -> Placement | None:
     """The placement that torchrun or ``srun`` gave this process; None if neither started it.
 
     A Slurm allocation alone is not a launcher: in a batch script, an interactive shell or a step of one task the answer
-    is None, so that Crius starts the local workers itself.
+    is None, so that Crius starts the local workers itself. So it is in the shell of ``srun --pty bash``, and with
+    ``WORLD_SIZE=1`` alone.
 
     Raises:
         EnvironmentError: the variables are incomplete or contradict each other.
     """
     in_slurm_step = _in_slurm_step(environ)
-    if "RANK" in environ or (not in_slurm_step and any(name in environ for name in _COUNTS)):
+    counts = [name for name in _COUNTS if name in environ]
+    is_alone = counts == ["WORLD_SIZE"] and environ["WORLD_SIZE"] == "1"
+    if "RANK" in counts or (counts and not is_alone and not in_slurm_step):
         return _torchrun_placement(environ)
     return _slurm_placement(environ) if in_slurm_step else None
 
@@ -92,9 +96,24 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether ``srun`` started this process as one of several tasks."""
     if "SLURM_PROCID" not in environ or _slurm_num_tasks(environ) == 1:
         return False
+    if "SLURM_PTY_PORT" in environ and _has_shell():
+        return False
     # sbatch sets SLURM_PROCID=0 and the SLURM_NTASKS of the whole job in the batch script itself
     has_rendezvous = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
     return environ["SLURM_PROCID"] != "0" or has_rendezvous or any(name.startswith(_SRUN_ONLY) for name in environ)
+
+
+def _has_shell() -> bool:
+    """Whether an interactive shell started this process: it has a terminal, and a process group of its own.
+
+    A task has the group of its session, and only task 0 of ``srun --pty`` has a terminal. A step that is started from
+    such a shell inherits the variables of the shell, but not the terminal.
+    """
+    try:
+        os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return os.getpgrp() != os.getsid(0)
 
 
 def _slurm_num_tasks(environ: Mapping[str, str]) -> int:
@@ -121,23 +140,26 @@ def _slurm_placement(environ: Mapping[str, str]) -> Placement:
     return _checked(place, "SLURM_PROCID, SLURM_LOCALID")
 
 
+def _slurm_task_counts(environ: Mapping[str, str]) -> list[int]:
+    """Tasks of each node, from a list over the nodes such as ``8(x2),4``; empty without one."""
+    name = next((name for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if name in environ), "")
+    counts: list[int] = []
+    for term in environ[name].split(",") if name else ():
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", term.strip())
+        if match is None:
+            raise EnvironmentError(f"{name}={environ[name]} is not a list of task counts such as 8(x2),4.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """Tasks on this node, from a list over the nodes such as ``8(x2),4``."""
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if name not in environ:
-            continue
-        counts: list[int] = []
-        for term in environ[name].split(","):
-            match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", term.strip())
-            if match is None:
-                raise EnvironmentError(f"{name}={environ[name]} is not a list of task counts such as 8(x2),4.")
-            counts += [int(match[1])] * int(match[2] or 1)
-        if len(set(counts)) == 1:
-            return counts[0]
-        node = _integer(environ, "SLURM_NODEID")
+    """Tasks on this node."""
+    counts = _slurm_task_counts(environ)
+    if counts:
+        node = 0 if len(set(counts)) == 1 else _integer(environ, "SLURM_NODEID")
         if node < len(counts):
             return counts[node]
-        raise EnvironmentError(f"SLURM_NODEID={node} is outside {name}={environ[name]}, a list of {len(counts)} nodes.")
+        raise EnvironmentError(f"SLURM_NODEID={node} is outside SLURM_TASKS_PER_NODE, a list of {len(counts)} nodes.")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     is_one_node = environ["SLURM_NNODES"] == "1" if "SLURM_NNODES" in environ else first_host(nodes) == nodes
     if "SLURM_NTASKS_PER_NODE" not in environ and is_one_node:
@@ -161,10 +183,23 @@ def _slurm_first_node(environ: Mapping[str, str]) -> str:
     )
 
 
+def hosts(nodelist: str) -> Iterator[str]:
+    """The hosts of a Slurm node list: ``gpu[003-004,9],cpu1`` gives ``gpu003``, ``gpu004``, ``gpu9`` and ``cpu1``."""
+    for term in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        before, bracket, rest = term.partition("[")
+        if not bracket:
+            yield term
+            continue
+        numbers, _, after = rest.partition("]")
+        for span in numbers.split(","):
+            first, _, last = span.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                yield from hosts(f"{before}{number:0{len(first)}}{after}")
+
+
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: ``gpu[003-006,9],cpu1`` gives ``gpu003``."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodelist
+    """The first host of a Slurm node list."""
+    return next(hosts(nodelist), "")
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -1,5 +1,8 @@
 """Which launcher started a process, and how many GPUs it may use, as tables."""
 
+import os
+import pty
+
 import pytest
 
 from crius.errors import EnvironmentError
@@ -153,6 +156,32 @@ def test_an_incomplete_slurm_step_names_what_is_missing(name):
 )
 def test_an_allocation_without_several_tasks_is_not_joined(environ):
     assert joined_placement(environ) is None
+
+
+def joined_in_child(is_job):
+    """Whether a child with a terminal joins a step, as its task 0 or as a job of a shell that is task 0."""
+    environ = SRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_PTY_PORT": "40123"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        if is_job and (job := os.fork()):
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]))
+        if is_job:
+            os.setpgid(0, 0)
+        os._exit(int(joined_placement(environ) is not None))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(terminal)
+    return bool(code)
+
+
+def test_a_shell_of_srun_pty_starts_local_workers_and_a_task_of_it_joins():
+    assert not joined_in_child(is_job=True)
+    assert joined_in_child(is_job=False)
+
+
+def test_a_world_size_of_1_alone_is_no_launcher():
+    assert joined_placement({"WORLD_SIZE": "1"}) is None
+    with pytest.raises(EnvironmentError, match="RANK, LOCAL_RANK"):
+        joined_placement({"WORLD_SIZE": "2"})
 
 
 def test_rank_0_of_a_slurm_step_is_joined():
