@@ -53,11 +53,28 @@ class StopRequest:
     Attributes:
         number: number of the first signal; None before it came.
         monotonic: time of it, in seconds of ``time.monotonic``; 0.0 before it came.
+        ends: whether a signal ends this process at once, by SystemExit: nothing can be lost yet, and no peer waits.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.monotonic = 0.0
+        self.ends = False
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """While this is open, a signal ends this process, also one that came before."""
+        self.ends = True
+        try:
+            self.heed()
+            yield
+        finally:
+            self.ends = False
+
+    def heed(self) -> None:
+        """End this process if it should end and a signal came."""
+        if self.ends and self.number is not None:
+            raise SystemExit(_code_of_early_stop(self.number, "the ranks had met"))
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -90,7 +107,7 @@ def caught_signals(clock: Callable[[], float] = time.monotonic) -> Iterator[list
 
 
 def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = None) -> StopRequest:
-    """Record the first stop signal in the returned object instead of ending by it.
+    """Record the first stop signal in the returned object instead of ending by it. Call it before anything slow.
 
     A second signal, more than ``ECHO_SECONDS`` later, ends this process at once with ``128 + number``. Ignored signals,
     such as SIGINT in a local worker or in a background job, stay ignored. Only the main thread can catch signals: in
@@ -108,6 +125,7 @@ def catch_stop_signals(*, has_launcher: bool = False, scratch: Path | None = Non
         if request.number is None:
             request.number = _told(scratch) or number
             request.monotonic = now
+            request.heed()
         elif not has_launcher and now - request.monotonic > ECHO_SECONDS:
             os._exit(128 + number)
 
@@ -132,6 +150,15 @@ def _told(scratch: Path | None) -> int:
         return 0
 
 
+def _code_of_early_stop(number: int, before: str) -> int:
+    """Say that nothing is lost, since the signal came early. Returns the exit code."""
+    name = signal.Signals(number).name
+    with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or a line is being written
+        sys.stderr.write(f"\nstopped by {name} before {before}; nothing that was saved has changed\n")
+        sys.stderr.flush()
+    return 128 + number if number == signal.SIGINT else PREEMPTED
+
+
 def leave_on_stop_signals() -> None:
     """Let stop signals end this process as if it had saved: nothing can be lost yet.
 
@@ -139,11 +166,7 @@ def leave_on_stop_signals() -> None:
     """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
-        name = signal.Signals(number).name
-        with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or a line is being written
-            sys.stderr.write(f"\nstopped by {name} before anything was started; nothing that was saved has changed\n")
-            sys.stderr.flush()
-        os._exit(128 + number if number == signal.SIGINT else PREEMPTED)  # an import may swallow an exception
+        os._exit(_code_of_early_stop(number, "anything was started"))  # an import may swallow an exception
 
     for number in heeded_signals():
         signal.signal(number, leave)

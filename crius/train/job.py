@@ -90,7 +90,6 @@ def run(
         CriusError: an error that the user can correct, see ``crius.errors``.
     """
     start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
-    # before anything slow, so that a signal during the start is not lost
     stop = catch_stop_signals(has_launcher=placement.launcher == "local", scratch=placement.scratch)
     ledger = TimeLedger(started, lambda: COMPILATIONS.seconds)
     recovery = Recovery(placement, ledger)
@@ -102,7 +101,8 @@ def run(
             facts = describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
-            config, corpus = open_run_data(config, layout.batch, run_dir)  # before the ranks meet, so none waits
+            with stop.ending():
+                config, corpus = open_run_data(config, layout.batch, run_dir)  # before the ranks meet, so none waits
             ranks = stack.enter_context(_meet(config, placement, device))
             mesh = build_mesh(one_layout(layout, ranks), device.type, has_experts=facts.num_experts > 0)
             _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
