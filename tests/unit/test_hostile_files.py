@@ -163,6 +163,7 @@ HEADERS = {
     "more_fields": safetensors({"a": entry(more=1)}),
     "control_characters": safetensors({"\x1b[2J": entry()}),
     "metadata_is_no_object": safetensors({"__metadata__": 1, "a": entry()}),
+    "many_keys": safetensors({f"{key:x}": entry(shape=(0,), offsets=(0, 0)) for key in range(100_001)}, b""),
     "sharding_is_no_object": safetensors({"__metadata__": {"DCP_SHARDING_INFO": "[]"}, "a": entry()}),
     "sharding_far_away": safetensors(
         {"__metadata__": {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [1 << 40]}})}, "a": entry()}
