@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from crius.cli import main
 from crius.interop.weights import described, open_weights, settled
 from crius.models import registry
 from crius.models.words import parse_words, usual_words
-from crius.tools.convert import importing
+from crius.tools.convert import gguf_file, importing
 from crius.tools.convert.exporting import model_config
 from crius.tools.convert.gguf_file import _MODELS, _QUANTISED, _settings, _translated, open_gguf
 
@@ -226,6 +227,10 @@ DAMAGE = {
     "cut_in_the_tensors": lambda file: os.truncate(file, file.stat().st_size // 2),
     "count_of_tensors": lambda file: poke(file, 8, 1 << 60),
     "count_of_fields": lambda file: poke(file, 16, 1 << 60),
+    "array_of_2**40": lambda file: arrays(file, 1 << 40, b""),
+    "array_of_many": lambda file: arrays(file, 1 << 12, bytes(1 << 12)),
+    "text_of_2**33": lambda file: (poke(file, 24, 1 << 33), os.truncate(file, 1 << 34)),
+    "one_tensor_twice": lambda file: file.write_bytes(file.read_bytes().replace(*second_tensor(file))),
     "link": lambda file: (file.rename(file.with_suffix(".real")), file.symlink_to(file.with_suffix(".real"))),
 }
 
@@ -236,8 +241,24 @@ def poke(file, place, number):
     file.write_bytes(data)
 
 
+def arrays(file, length, items):
+    """A file with one field, an array of bytes."""
+    key = b"tokenizer.ggml.scores"
+    field = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, 0, length) + items
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field)
+
+
+def second_tensor(file):
+    """The place of the second tensor of a file, and that of the first one."""
+    first, second = gguf.GGUFReader(file).tensors[:2]
+    head = bytes(second.field.parts[1]) + b"".join(part.tobytes() for part in second.field.parts[2:5])
+    places = (one.field.parts[5].tobytes() for one in (second, first))
+    return [head + place for place in places]
+
+
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_file_is_one_error(name, tmp_path, capsys):
+def test_a_damaged_file_is_one_error(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gguf_file, "_MOST_ITEMS", 1 << 12)
     write(tmp_path / "model.gguf", "llama")
     DAMAGE[name](tmp_path / "model.gguf")
     refused(tmp_path, capsys, 1, "model.gguf")

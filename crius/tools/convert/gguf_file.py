@@ -10,7 +10,7 @@ import numpy as np
 
 from crius.checkpoint.pieces import Piece, TensorSource
 from crius.errors import ConfigError, CriusError, EnvironmentError
-from crius.interop.foreign import check_key, check_shape, open_inside
+from crius.interop.foreign import MAX_DIMS, check_key, check_shape, open_inside, overlapping
 from crius.interop.kept import BOS_ID, CONFIG, CONTEXT, EOS_ID
 from crius.interop.safetensors_file import said
 from crius.interop.unpickle import refusal
@@ -94,6 +94,10 @@ _PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """Types that stay as they are, and how numpy holds them; the others become float32."""
 _QUANTISED = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
 
+_MOST_ITEMS = 3 << 19
+"""Most numbers of a file, where a text counts twice. Llama 4, with 440,000 merges, has 1.5 million; each takes 8 us."""
+_MOST_TEXT = 1 << 26
+
 _TOLD = {
     CONTEXT: "{}.context_length",
     BOS_ID: "tokenizer.ggml.bos_token_id",
@@ -136,13 +140,47 @@ def open_gguf(path: Path, where: str) -> GgufFile:
     with open_inside(path.parent, path.name):
         pass
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _reader(gguf.GGUFReader)(path)
+        spans = ((one.data_offset, one.data_offset + one.n_bytes) for one in reader.tensors)
+        if overlapping(spans):
+            raise refusal(str(path), "its tensors overlap")
         fields = {key: field.contents() for key, field in reader.fields.items()}
         return _opened(path, fields, reader.tensors, gguf.dequantize, where)
     except CriusError:
         raise
     except Exception as error:  # any error of the package about a damaged file
         raise refusal(str(path), f"the gguf package says {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def _reader(package_reader: Any) -> Any:
+    """The reader of the gguf package, which ends where the file ends, and keeps at most so many items and so much text.
+
+    The package itself reads on behind the end of a file, as many items as the file says.
+    """
+
+    class Reader(package_reader):
+        data: Any
+        num_items = 0
+        num_bytes = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **orders: Any) -> Any:
+            if not self.num_items:
+                self.data = self.data.view(np.ndarray)  # slices of a memmap take four times as long
+            self.num_items += 1
+            if dtype is np.uint64 and count > MAX_DIMS or self.num_items > _MOST_ITEMS:
+                raise ValueError("it has too many items")
+            if offset + np.dtype(dtype).itemsize * int(count) > self.data.size:
+                raise ValueError("it has more items than bytes")
+            return super()._get(offset, dtype, count, *order, **orders)
+
+        def _get_str(self, offset: int) -> Any:
+            found = super()._get_str(offset)
+            self.num_bytes += found[1].size
+            if self.num_bytes > _MOST_TEXT:
+                raise ValueError("it has too much text")
+            return found
+
+    return Reader
 
 
 def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callable[..., Any], where: str) -> GgufFile:
