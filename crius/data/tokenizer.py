@@ -5,9 +5,13 @@ import difflib
 import hashlib
 import itertools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from crius.config.data import TokenizerConfig
 from crius.data.source import MarkedText, TokenArray
 from crius.data.tokenizer_files import TOKENIZER_CONFIG, tokenizer_file
 from crius.errors import DataError, EnvironmentError
+from crius.host import python_path
 from crius.plugins import install_line
 
 EOS_NAMES = (
@@ -46,6 +51,15 @@ BOS_NAMES = (
     "[CLS]",  # BERT
 )
 """Tokens that begin a document, used if neither the post-processor nor tokenizer_config.json names one."""
+
+_TRIED: set[str] = set()
+"""Hashes of files that passed the trial in this process."""
+
+_SECONDS = 15
+_MEMORY_BYTES = 5 << 28
+"""Most memory of the trial: the largest tokenizers in use, of 34 MB, take half of it."""
+
+_REGEX = re.compile(rb'"Regex":\s*("(?:[^"\\]|\\.)*")')
 
 
 class Tokenizer(ABC):
@@ -169,6 +183,9 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         file = tokenizer_file(path)
         content = _read(file)
+        digest = hashlib.sha256(content).hexdigest()
+        os.environ["RUST_BACKTRACE"] = "0"  # a panic of the library is a line, not 40
+        _try_out(content, digest, path)
         try:
             self._model = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises bare Exception
@@ -193,7 +210,7 @@ class HuggingFaceTokenizer(Tokenizer):
         config = _read_config(file.with_name(TOKENIZER_CONFIG))
         self.eos_id = self._find_eos(eos_token, config)
         self.bos_id, self.adds_bos = self._find_bos(config)
-        self.fingerprint = f"hf-1-{hashlib.sha256(content).hexdigest()}-{self.eos_id}"
+        self.fingerprint = f"hf-1-{digest}-{self.eos_id}"
 
     def encode(self, text: str) -> TokenArray:
         """Ids of ``text``, int64.
@@ -201,8 +218,7 @@ class HuggingFaceTokenizer(Tokenizer):
         Raises:
             DataError: the tokenizer has no tokens for the text.
         """
-        with self._encoding():
-            return np.asarray(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """Ids of each text, int64. The library spreads the texts over its threads.
@@ -210,8 +226,7 @@ class HuggingFaceTokenizer(Tokenizer):
         Raises:
             DataError: the tokenizer has no tokens for one of the texts.
         """
-        with self._encoding():
-            encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self._encoded(self._model.encode_batch_fast, texts)
         return [np.asarray(one.ids, dtype=np.int64) for one in encoded]
 
     def encode_marked(self, text: str) -> TokenArray:
@@ -226,8 +241,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         self._model.encode_special_tokens = False
         try:
-            with self._encoding():
-                encoded = self._model.encode_batch(list(texts), add_special_tokens=False)
+            encoded = self._encoded(self._model.encode_batch, texts)
         finally:
             self._model.encode_special_tokens = True
         found = []
@@ -263,16 +277,27 @@ class HuggingFaceTokenizer(Tokenizer):
             counts[token_id] = 0 if added.special else len(added.content.encode())
         return counts
 
-    @contextlib.contextmanager
-    def _encoding(self) -> Iterator[None]:
+    def _encoded(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
+        """What a function of the library makes of the texts.
+
+        Raises:
+            DataError: it fails on one of them, or makes too many tokens of it.
+        """
         try:
-            yield
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                f"tokenizer {self.name} cannot encode a text: {error}.",
-                where="--tokenizer.path",
-                fix="use a tokenizer whose vocabulary has its unk_token, or that needs none",
-            ) from error
+            encoded = encode(list(texts), add_special_tokens=False)
+        except BaseException as error:  # the library raises bare Exception, and PanicException, which is none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            for text in texts if len(texts) > 1 else ():
+                self._encoded(encode, [text])
+            raise self._refused(texts[0], str(error)) from error
+        for text, one in zip(texts, encoded, strict=True):
+            if len(one) > _most_of(text):
+                raise self._refused(text, _too_many(len(one), text))
+        return encoded
+
+    def _refused(self, text: str, reason: str) -> DataError:
+        return _cannot_encode(self.name, text, reason, self._model.to_str().encode())
 
     def _find_bos(self, config: dict[str, Any]) -> tuple[int | None, bool]:
         """The id of BOS, and whether a text gets it: whether the post-processor puts it there.
@@ -339,6 +364,61 @@ def spelled(token: Any) -> str:
     """Name of a special token in tokenizer_config.json; empty if it has none."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else ""
+
+
+def _try_out(content: bytes, digest: str, path: str) -> None:
+    """Try a tokenizer.json, once, in a process with limits: see ``crius.data.trial``.
+
+    Raises:
+        DataError: the library crashes, or takes too much, on loading it or on a text.
+    """
+    if digest in _TRIED:
+        return
+    flaw = f"it takes more than {_SECONDS} s"
+    text = ""
+    script = str(Path(__file__).with_name("trial.py"))
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [sys.executable, "-P", script, str(_SECONDS), str(_MEMORY_BYTES)],
+            input=content,
+            capture_output=True,
+            timeout=6 * _SECONDS,
+            env={**os.environ, "PYTHONPATH": python_path(), "TOKENIZERS_PARALLELISM": "false"},
+        )
+        for answer in map(json.loads, done.stdout.splitlines()):
+            text = answer.get("text", text)
+            if answer.get("tokens", 0) > _most_of(text):
+                raise _cannot_encode(path, text, _too_many(answer["tokens"], text), content)
+            if "end" in answer:
+                _TRIED.add(digest)
+                return
+        if done.returncode == -signal.SIGABRT:
+            flaw = f"it takes more than {_MEMORY_BYTES / 2**30} GiB"
+        elif done.returncode != -signal.SIGXCPU:
+            flaw = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+    raise _cannot_encode(path, text, flaw, content)
+
+
+def _most_of(text: str) -> int:
+    """Most tokens of a text: far more than a tokenizer makes of any."""
+    return 1024 + 64 * len(text)
+
+
+def _too_many(tokens: int, text: str) -> str:
+    return f"it makes {tokens:,} tokens of {len(text):,} characters"
+
+
+def _cannot_encode(name: str, text: str, reason: str, content: bytes) -> DataError:
+    """The error for a text that the tokenizer.json ``content`` fails on; empty: it fails before the first one."""
+    why = f"the text begins {ascii(text[:60])}" if text else "it fails before it has a text"
+    if patterns := b", ".join(_REGEX.findall(content)):
+        why += f"; regular expressions of the tokenizer: {ascii(patterns)[2:-1][:300]}"
+    return DataError(
+        f"tokenizer {name} cannot encode a text: {reason}.",
+        where="--tokenizer.path",
+        why=why,
+        fix="use another tokenizer; one whose vocabulary lacks its unk_token cannot encode every text",
+    )
 
 
 def _read(file: Path) -> bytes:

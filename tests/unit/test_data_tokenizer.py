@@ -127,6 +127,69 @@ def test_a_tokenizer_with_a_huge_id_is_refused(tmp_path):
         build_tokenizer(TokenizerConfig(path=str(tmp_path)))
 
 
+def changed(folder, **parts):
+    spec = json.loads(byte_level().to_str()) | parts
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return TokenizerConfig(path=str(folder))
+
+
+def sequence(kind, number, **step):
+    return {"type": "Sequence", "normalizers": [{"type": kind, **step}] * number}
+
+
+def split(regex):
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+RUNAWAYS = {
+    "7_replaces": {"normalizer": sequence("Replace", 7, pattern={"String": "e"}, content="e" * 8000)},
+    "50_prepends": {"normalizer": sequence("Prepend", 50, prepend="a" * 1000)},
+    "regex": {"pre_tokenizer": split("(a+)+$")},
+}
+REASONS = {
+    "7_replaces": r"takes more than 1\.25 GiB(?s:.)*begins 'e e e",
+    "50_prepends": r"makes 50,0\d\d tokens of 50 characters(?s:.)*begins \"Hello",
+    "regex": r"retry-limit(?s:.)*begins 'aaa(?s:.)*\"\(a\+\)\+\$\"",
+}
+
+
+@pytest.mark.parametrize("name", RUNAWAYS)
+def test_a_tokenizer_that_crashes_or_takes_too_much_is_tried_elsewhere_first(name, tmp_path, capfd):
+    with pytest.raises(DataError, match=REASONS[name]):
+        build_tokenizer(changed(tmp_path, **RUNAWAYS[name]))
+    assert capfd.readouterr().err == ""
+
+
+LATE = {
+    "panic": (
+        {"pre_tokenizer": split("(Ω+)+$")},
+        "Ω" * 99 + "b",
+        r"retry-limit(?s:.)*begins '\\u03a9(?s:.)*\+\)\+\$\"",
+    ),
+    "too_many": (
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "Ω"}, "content": "x" * 9000}},
+        "Ω" * 9,
+        r"makes 81,000 tokens of 9 characters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_text_on_which_a_tokenizer_fails_later_is_named(name, tmp_path):
+    parts, text, reason = LATE[name]
+    tok = build_tokenizer(changed(tmp_path, **parts))
+    for encode in (tok.encode_batch, tok.encode_marked_texts):
+        with pytest.raises(DataError, match=reason):
+            encode(["a", text, "b"])
+
+
+def test_a_tokenizer_is_tried_once_and_the_bytes_never(tmp_path, monkeypatch):
+    config = changed(tmp_path, added_tokens=json.loads(byte_level(["</s>"]).to_str())["added_tokens"])
+    build_tokenizer(config)
+    monkeypatch.delattr("subprocess.run")
+    assert build_tokenizer(config) and build_tokenizer(TokenizerConfig())
+
+
 @pytest.mark.parametrize(("template", "adds_bos"), [("<s> $A </s>", True), ("$A <s>", False), ("", False)])
 def test_bos_is_found_where_the_tokenizer_knows_no_such_text_or_makes_no_token_of_it(tmp_path, template, adds_bos):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors

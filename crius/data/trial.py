@@ -1,0 +1,61 @@
+"""Tries an untrusted tokenizer.json in a separate process, with limits on time and memory.
+
+It imports nothing of Crius and is started by ``crius.data.tokenizer``. It takes the seconds and the bytes of memory as
+arguments and the file from standard input, and encodes 100 texts. It writes JSON: ``{"text"}`` before each text, and
+``{"tokens"}``, their number, after it; ``{"end"}`` after the last text. Without an end the library crashed, or took too
+much.
+"""
+
+import json
+import resource
+import sys
+from typing import Any
+
+_LETTERS = 100
+"""Length of a run of one character: a regular expression that tries all ways to split it has no end."""
+
+
+def _texts(content: str) -> list[str]:
+    """What the file replaces, words, signs of many scripts, and a run of each character of ASCII."""
+    replaced: list[str] = []
+    json.loads(content, object_hook=lambda node: replaced.append(str(node.get("String", ""))))
+    scripts = ["".join(map(chr, range(start, start + 0x1F00))) for start in (0xA0, 0x2000, 0xAC00)]
+    runs = [chr(code) * _LETTERS + "\u00a4" for code in range(32, 127)]
+    words = "Hello, World! It's 1,234.5 \n\n\tdef f(x): return x  "
+    return [" ".join(filter(None, replaced))[: 1 << 14], words, *scripts, *runs]
+
+
+def main() -> None:
+    """Try the file from standard input."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  optional package
+
+    for limit, wanted in zip((resource.RLIMIT_CPU, resource.RLIMIT_AS), map(int, sys.argv[1:]), strict=True):
+        _, most = resource.getrlimit(limit)
+        resource.setrlimit(limit, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+    content = sys.stdin.read()
+    try:
+        model = Tokenizer.from_str(content)
+    except Exception:  # the library raises bare Exception; whoever loads the file next says why
+        _write(end=True)
+        return
+    model.no_truncation()
+    model.no_padding()
+    model.encode_special_tokens = True
+    for text in _texts(content):
+        _write(text=text)
+        try:
+            ids = model.encode(text, add_special_tokens=False).ids
+        except Exception:  # it may have no token for the text
+            continue
+        _write(tokens=len(ids))
+        model.decode(ids)
+    _write(end=True)
+
+
+def _write(**answer: Any) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
