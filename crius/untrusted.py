@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Callable, Collection, Iterator
@@ -139,6 +140,19 @@ def read_below(folder: str | Path, name: str, most: int = LARGE) -> bytes:
     """
     with open_below(folder, name) as file:
         return file.read(_size(file, most, f"{folder}/{name}"))
+
+
+def read_linked(folder: Path, name: str, most: int = LARGE) -> bytes:
+    """``read_below``, where a snapshot in a cache of the hub may have links to its blobs."""
+    return read_below(*without_cache_link(folder, name), most)
+
+
+def without_cache_link(folder: Path, name: str) -> tuple[Path, str]:
+    """The real place of a file. In a cache of the hub, a snapshot has links to blobs; only such links are followed."""
+    if folder.parent.name == "snapshots" and (folder / name).is_symlink():
+        if blob := re.fullmatch(r"\.\./\.\./blobs/([0-9a-f]{40,64})", os.readlink(folder / name)):
+            return folder.parent.parent / "blobs", blob[1]
+    return folder, name
 
 
 def _size(file: BinaryIO, most: int, where: str) -> int:

@@ -20,10 +20,11 @@ import numpy.typing as npt
 
 from crius.config.data import TokenizerConfig
 from crius.data.source import MarkedText, TokenArray
-from crius.data.tokenizer_files import TOKENIZER_CONFIG, tokenizer_file
+from crius.data.tokenizer_files import TOKENIZER_CONFIG, read_file, tokenizer_file
 from crius.errors import DataError, EnvironmentError
 from crius.host import python_path
 from crius.plugins import install_line
+from crius.untrusted import read_linked
 
 EOS_NAMES = (
     "<|end_of_text|>",  # Llama 3
@@ -182,7 +183,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 fix=f"{install_line('tokenizers>=0.20')}, or --tokenizer.path byte",
             ) from error
         file = tokenizer_file(path)
-        content = _read(file)
+        content = read_file(file)
         digest = hashlib.sha256(content).hexdigest()
         os.environ["RUST_BACKTRACE"] = "0"  # a panic of the library is a line, not 40
         _try_out(content, digest, path)
@@ -421,13 +422,6 @@ def _cannot_encode(name: str, text: str, reason: str, content: bytes) -> DataErr
     )
 
 
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}.", where="--tokenizer.path") from error
-
-
 def _read_config(file: Path) -> dict[str, Any]:
     """Read tokenizer_config.json; empty if it is missing.
 
@@ -435,7 +429,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         DataError: the file cannot be read.
     """
     try:
-        config = json.loads(file.read_bytes())
+        config = json.loads(read_linked(file.parent, file.name))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

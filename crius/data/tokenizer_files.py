@@ -25,6 +25,7 @@ from crius.errors import ConfigError, DataError, EnvironmentError, MissingPathEr
 from crius.host import python_path, user_cache
 from crius.plugins import REQUIREMENTS, install_line
 from crius.strict_json import load_object
+from crius.untrusted import read_linked
 
 VERSION = 2
 """Version of the conversion. It must change when the conversion writes something else for the same file."""
@@ -111,7 +112,7 @@ def read_tokenizer_files(path: str) -> dict[str, bytes]:
         CriusError: see ``tokenizer_file``; or a file cannot be read.
     """
     files = tokenizer_files(path) if path != "byte" else {}
-    return {name: _read(place, MOST_BYTES) for name, place in files.items()}
+    return {name: read_file(place) for name, place in files.items()}
 
 
 def original_file(place: Path) -> Path | None:
@@ -216,7 +217,7 @@ def _conversion(file: Path, *, is_named: bool) -> str:
     with a space.
     """
     try:
-        config = load_object((file.parent / TOKENIZER_CONFIG).read_bytes())
+        config = load_object(read_linked(file.parent, TOKENIZER_CONFIG))
     except (OSError, ValueError):
         config = {}
     if str(config.get("tokenizer_class") or "").removesuffix("Fast") not in _KEEP_IDS:
@@ -245,9 +246,9 @@ def _conversion(file: Path, *, is_named: bool) -> str:
 
 def _converted(file: Path) -> Path:
     """The folder in the cache with the converted ``file``."""
-    content = _read(file, MOST_BYTES)
+    content = read_file(file)
     names = (name for name in (TOKENIZER_CONFIG, ADDED_TOKENS) if (file.parent / name).is_file())
-    beside = {name: _read(file.parent / name, _MOST_BESIDE) for name in names}
+    beside = {name: read_file(file.parent / name, _MOST_BESIDE) for name in names}
     parts = [VERSION, _hash(content), {name: _hash(data) for name, data in sorted(beside.items())}]
     entry = user_cache() / "tokenizers" / _hash(json.dumps(parts).encode())[:32]
     if _is_whole(entry):
@@ -267,19 +268,20 @@ def _converted(file: Path) -> Path:
     return entry
 
 
-def _read(file: Path, most: int) -> bytes:
+def read_file(file: Path, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file in a tokenizer's folder.
+
+    Raises:
+        DataError: see ``crius.untrusted.read_linked``.
+    """
     try:
-        with file.open("rb") as opened:
-            content = opened.read(most + 1)
+        return read_linked(file.parent, file.name, most)
     except OSError as error:
         raise _unreadable(file, error) from error
-    if len(content) > most:
-        raise refused(file, f"it has more than {most:,} bytes, and no tokenizer does")
-    return content
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:
-    return refused(file, f"it cannot be read: {error.strerror or error}", "make it readable")
+    return refused(file, f"it cannot be read: {error.strerror or error}", f"put a readable file there, or {_OTHERS}")
 
 
 def _hash(data: bytes) -> str:

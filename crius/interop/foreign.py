@@ -1,7 +1,6 @@
 """Checkpoints of other programs: their contents, with tensors as bytes. No torch, and no code is run."""
 
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from crius.checkpoint.pieces import Shape, TensorSource
 from crius.checkpoint.tiles import MAX_SPLIT_DIMS, cover, fits, split_dims
 from crius.errors import CheckpointError
 from crius.interop.unpickle import refusal
-from crius.untrusted import open_below, read_below
+from crius.untrusted import open_below, read_linked, without_cache_link
 
 ITEMSIZE = {name: ITEM_BYTES[name] for name in TORCH_NAMES.values()}
 """Bytes per number, by names of dtypes in safetensors files: the dtypes that a Crius checkpoint supports."""
@@ -63,17 +62,9 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
         CheckpointError: there is no regular file with that name.
     """
     try:
-        return open_below(*_without_cache_link(folder, name))
+        return open_below(*without_cache_link(folder, name))
     except OSError as error:
         raise refusal(f"{folder}/{name}", str(error.strerror)) from None
-
-
-def _without_cache_link(folder: Path, name: str) -> tuple[Path, str]:
-    """The real place of a file. In a cache of the hub, a snapshot has links to blobs; only such links are followed."""
-    if folder.parent.name == "snapshots" and (folder / name).is_symlink():
-        if blob := re.fullmatch(r"\.\./\.\./blobs/([0-9a-f]{40,64})", os.readlink(folder / name)):
-            return folder.parent.parent / "blobs", blob[1]
-    return folder, name
 
 
 def read_inside(folder: Path, name: str, most: int) -> bytes:
@@ -83,7 +74,7 @@ def read_inside(folder: Path, name: str, most: int) -> bytes:
         CheckpointError: see ``open_inside``; or the file has more than ``most`` bytes.
     """
     try:
-        return read_below(*_without_cache_link(folder, name), most)
+        return read_linked(folder, name, most)
     except OSError as error:
         raise refusal(f"{folder}/{name}", str(error.strerror)) from None
 

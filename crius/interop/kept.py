@@ -17,12 +17,11 @@ from crius.checkpoint.manifest import FileEntry, Manifest, digest_of
 from crius.data.chat.template import END_OF_TURN, folder_of
 from crius.data.lock import locked
 from crius.data.tokenizer import Tokenizer
-from crius.data.tokenizer_files import TOKENIZER, read_tokenizer_files, tokenizer_file
+from crius.data.tokenizer_files import TOKENIZER, read_file, read_tokenizer_files, tokenizer_file
 from crius.errors import CriusError
 from crius.host import user_cache
 from crius.interop.foreign import read_inside
 from crius.interop.safetensors_file import json_object
-from crius.untrusted import read_named
 
 log = logging.getLogger("crius.interop")
 
@@ -171,6 +170,6 @@ def encoded(content: Mapping[str, Any]) -> bytes:
 def _content(path: str) -> bytes:
     """The tokenizer.json of a tokenizer, or the name of one without a file; empty if there is none."""
     try:
-        return path.encode() if path in ("", "byte") else read_named(tokenizer_file(path))
+        return path.encode() if path in ("", "byte") else read_file(tokenizer_file(path))
     except (CriusError, OSError):
         return b""

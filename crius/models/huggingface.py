@@ -2,7 +2,6 @@
 
 import json
 import re
-import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from crius.models.keys import Noted
 from crius.models.rope import parse_rope_scaling, rope_scaling_of, rope_scaling_text, scaling_section
 from crius.models.words import parse_words, shortest, usual_words, words_text
 from crius.strict_json import load_object
-from crius.untrusted import open_named
+from crius.untrusted import read_linked
 
 _LARGEST_FILE = 1 << 20
 _MOST_LAYERS = 100_000
@@ -367,17 +366,12 @@ def read_config(path: str, where: str) -> tuple[Path, Noted]:
     try:
         file = file.expanduser()
         file = file / "config.json" if file.is_dir() else file
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ValueError("it is not a regular file")
-        with open_named(file) as opened:
-            content = opened.read(_LARGEST_FILE + 1)
+        content = read_linked(file.parent, file.name, _LARGEST_FILE)
     except (OSError, ValueError, RuntimeError) as error:
         what = f"{str(file)[:300]} cannot be read: {error.strerror if isinstance(error, OSError) else error}."
         fix = "give a config.json, or its folder; to resume a run that was started from it, use --config RUN/run.toml"
         raise ConfigError(what, where=where, fix=fix) from None
     try:
-        if len(content) > _LARGEST_FILE:
-            raise ValueError("it is longer than 1 MiB")
         return file, Noted(load_object(content))
     except ValueError as error:
         fix = "give the config.json of a model"

@@ -1,6 +1,7 @@
 """Tokenizers: ids, end of document, and the bytes that each id stands for."""
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from crius.config.data import TokenizerConfig
 from crius.data.tokenizer import ByteTokenizer, build_tokenizer
+from crius.data.tokenizer_files import read_tokenizer_files
 from crius.errors import DataError, EnvironmentError
 
 TEXT = "Naïve café — 北京 🙂 tab\tand  spaces\n\n  def f(x):\r\n return x"
@@ -139,6 +141,35 @@ def sequence(kind, number, **step):
 
 def split(regex):
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+STRANGE = {
+    "link": lambda file: file.symlink_to("/etc/passwd"),
+    "fifo": os.mkfifo,
+    "sparse": lambda file: file.touch() or os.truncate(file, 1 << 40),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "why"),
+    [
+        ("tokenizer.json", "link", "it is a link"),
+        ("tokenizer.json", "fifo", "a folder without"),
+        ("tokenizer.json", "sparse", "at most 67,108,864"),
+        ("tokenizer_config.json", "link", "it is a link"),
+        ("tokenizer_config.json", "fifo", "not a regular file"),
+        ("tokenizer_config.json", "sparse", "at most 16,777,216"),
+        ("special_tokens_map.json", "link", "it is a link"),
+        ("special_tokens_map.json", "sparse", "at most 67,108,864"),
+    ],
+)
+def test_only_regular_files_of_a_tokenizer_are_read_and_kept(name, kind, why, tmp_path):
+    saved(byte_level(), tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    STRANGE[kind](tmp_path / name)
+    with pytest.raises(DataError, match=why):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)))
+        read_tokenizer_files(str(tmp_path))
 
 
 RUNAWAYS = {

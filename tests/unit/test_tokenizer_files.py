@@ -163,7 +163,7 @@ RANKS = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in r
 HOSTILE = {
     "empty.model": (b"", "neither a sentencepiece model nor a tiktoken file"),
     "pointer.model": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
-    "tekken_huge.json": (b" " * ((1 << 26) + 1), "has more than 67,108,864 bytes"),
+    "tekken_huge.json": (b" " * ((1 << 26) + 1), "at most 67,108,864 are allowed"),
     "tekken_cut.json": (tekken()[:900], "it is not a tekken file"),
     "tekken_deep.json": (b"[" * 100_000, "nested too deeply"),
     "tekken_size.json": (tekken(config={"default_vocab_size": 10**12}), "their number is wrong"),

@@ -1,14 +1,13 @@
 """Reads the chat template in a tokenizer's folder, and the special tokens by the names that templates use."""
 
 import json
-import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from crius.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
 from crius.errors import DataError
+from crius.untrusted import read_linked
 
 LARGEST_TEXT = 1 << 20
 _LARGEST_CONFIG = 1 << 24  # tokenizer_config.json has a line for each added token: a megabyte for Gemma
@@ -43,7 +42,7 @@ def read_template(tokenizer: str) -> str:
 
     def read(name: str) -> bytes | None:
         try:
-            return _read(folder / name, LARGEST_TEXT if name == TEMPLATE else _LARGEST_CONFIG)
+            return read_linked(folder, name, LARGEST_TEXT if name == TEMPLATE else _LARGEST_CONFIG)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -98,7 +97,7 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
 def read_object(tokenizer: str, name: str) -> dict[str, Any]:
     """A JSON file in a tokenizer's folder; empty if it is missing or cannot be used."""
     try:
-        found = json.loads(_read(folder_of(tokenizer) / name, _LARGEST_CONFIG)) if tokenizer else {}
+        found = json.loads(read_linked(folder_of(tokenizer), name, _LARGEST_CONFIG)) if tokenizer else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -108,21 +107,6 @@ def folder_of(tokenizer: str) -> Path:
     """The folder that ``--tokenizer.path`` names, or the folder of the file that it names."""
     place = Path(tokenizer).expanduser()
     return place if place.is_dir() else place.parent
-
-
-def _read(file: Path, most: int) -> bytes:
-    """The bytes of a regular file. A pipe with that name does not block.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or has more than ``most`` bytes.
-    """
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError("it is not a regular file")
-        content = opened.read(most + 1)
-    if len(content) > most:
-        raise OSError(f"it has more than {most:,} bytes")
-    return content
 
 
 def _content(token: Any) -> str:
