@@ -398,7 +398,7 @@ J7 = [
         never=("continue from there",),  # it would end the same way
     ),
     Row("ls runs/good/checkpoints", 0, ("step-00000002", "step-00000004")),
-    Row(f"crius train {SHORT} --checkpoint.load_path nowhere --checkpoint.enable", 1, ("nowhere",)),
+    Row(f"crius train {SHORT} --checkpoint.load_path nowhere --checkpoint.enable", 2, ("nowhere",)),
     Row("crius train --checkpoint.folder= --checkpoint.interval 2", 2, ("--checkpoint.folder",)),
     # a hang, a disk that is full, a fault that is none
     Row(
