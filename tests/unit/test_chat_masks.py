@@ -468,7 +468,7 @@ def a_pipe(file):
     ("make", "words"),
     [
         (a_pipe, "not a regular file"),
-        (lambda file: os.truncate(file.open("wb").name, (1 << 24) + 1), "more than"),
+        (lambda file: os.truncate(file.open("wb").name, (1 << 24) + 1), "at most"),
         (lambda file: file.write_bytes(b'"caf\xe9"'), "not UTF-8|not JSON"),
     ],
 )
