@@ -96,7 +96,7 @@ def open_log(path: Path) -> TextIO:
         OSError: it cannot be opened.
     """
     flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    return open(os.open(path, flags, 0o644), "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    return os.fdopen(os.open(path, flags, 0o644), "a", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
 class Mirror:
@@ -142,7 +142,7 @@ def write_whole(path: Path, text: str, *, is_private: bool = False, is_durable: 
                 new = os.open(
                     partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if is_private else 0o666
                 )
-                file = stack.enter_context(open(new, "w", encoding="utf-8"))
+                file = stack.enter_context(os.fdopen(new, "w", encoding="utf-8"))
                 with contextlib.suppress(OSError):  # without locks, nothing is collected
                     fcntl.flock(file, fcntl.LOCK_EX)
             file.write(text)

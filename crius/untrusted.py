@@ -3,12 +3,14 @@ link, regular files only; and of any file at most so many bytes are read. No tor
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
 import stat
 import tomllib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -69,7 +71,7 @@ def _open(name: str, flags: int, folder: int, where: str) -> int:
         raise OSError(error.errno, why, where) from None
 
 
-def open_named(path: str | Path) -> BinaryIO:
+def open_named(path: str | Path) -> io.BufferedReader:
     """Open a file that the user named for reading, also through links. Of pipes only those of a shell's ``<(...)`` are
     opened.
 
@@ -106,13 +108,17 @@ def text_named(path: str | Path, most: int = LARGE) -> str:
     return read_named(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, constant: Callable[[str], Any] | None = None) -> Any:
     """The value of JSON.
+
+    Args:
+        text: the JSON.
+        constant: gives what NaN and the infinities stand for; None: floats.
 
     Raises:
         ValueError: it is not JSON, or is nested too deeply.
     """
-    return _parsed(json.loads, text)
+    return _parsed(partial(json.loads, parse_constant=constant), text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # of letters that the encoding lacks
     SOURCES.origins.clear()

@@ -24,6 +24,7 @@ from crius.data.work import chat_encoder, work_on
 from crius.errors import DataError
 from crius.host import user_cache
 from crius.new_folder import collect
+from crius.untrusted import open_named, parse_json, read_named
 
 _log = logging.getLogger("crius.data")
 
@@ -145,14 +146,14 @@ def _digests(files: tuple[Path, ...], signatures: list[list[int]], index_folder:
 
 
 def _hash(file: Path) -> str:
-    with reading(file), file.open("rb") as opened:
+    with reading(file), open_named(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _read_index(file: Path) -> dict[str, tuple[list[int], str]]:
     try:
         return {
-            name: (list(signature), str(digest)) for name, (signature, digest) in json.loads(file.read_bytes()).items()
+            name: (list(signature), str(digest)) for name, (signature, digest) in parse_json(read_named(file)).items()
         }
     except (OSError, ValueError, TypeError, AttributeError):  # the index is missing or damaged: hash again
         return {}

@@ -19,6 +19,7 @@ from crius.config.data import DataConfig, check_source
 from crius.data.chat.conversations import LISTS, PAIRS, check_is_row
 from crius.data.rows import COMPRESSED, checked_text, decode, json_kind, read_rows, reading, value_of
 from crius.errors import ConfigError, CriusError, DataError, MissingPathError
+from crius.untrusted import open_named, read_named
 
 
 def matches(pattern: Path) -> list[Path]:
@@ -322,7 +323,7 @@ def _files_of_folder(folder: Path, suffixes: Sequence[str], flag: str) -> list[P
 
 def _stdlib_pieces(file: Path, _: str) -> Iterator[Piece]:
     with reading(file):
-        content = file.read_bytes()
+        content = read_named(file)
     try:
         text = content.decode()
     except UnicodeDecodeError:  # a few modules declare another encoding
@@ -336,7 +337,7 @@ def _text_pieces(file: Path, _: str) -> Iterator[Piece]:
     offset = 0
     rest = b""
     started = False
-    with reading(file), file.open("rb") as opened:
+    with reading(file), open_named(file) as opened:
         while block := opened.read(PIECE_BYTES):
             content = rest + block
             cut = 0

@@ -13,6 +13,7 @@ from crius.data.documents import find_files, matches
 from crius.data.meta import META, TokenMeta
 from crius.data.rows import COMPRESSED, read_rows
 from crius.errors import ConfigError, CriusError
+from crius.untrusted import open_named
 
 _ROWS = 20
 """First rows that are looked at."""
@@ -76,7 +77,7 @@ def _kind_of(pattern: str) -> str:
     if source := _SOURCES.get(_suffix(path), ""):
         return source
     try:
-        with path.open("rb") as file:
+        with open_named(path) as file:
             start = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError:  # the code that reads it says why it cannot be read
         return "text"

@@ -10,6 +10,7 @@ import numpy as np
 
 from crius.errors import DataError, MissingPathError
 from crius.strict_json import load_object
+from crius.untrusted import read_below
 
 FORMAT_VERSION = 1
 CHAT_VERSION = 3
@@ -66,7 +67,7 @@ class TokenMeta:
         """
         folder = path.parent
         try:
-            record = load_object(path.read_bytes())
+            record = load_object(read_below(folder, path.name))
         except FileNotFoundError as error:
             kind = "has no meta.json" if folder.is_dir() else "does not exist"
             raise MissingPathError(f"token folder {folder} {kind}.", where=str(folder), fix=PREPARE) from error

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from crius.errors import DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
+from crius.untrusted import HUGE, open_named, text_below
 
 MAX_LINE_BYTES = 256 << 20
 """Longest line of a jsonl file, 256 MiB: a file without newlines must not fill the memory."""
@@ -111,7 +112,7 @@ class Refusals:
 def left_out(folder: Path) -> str:
     """The content of ``BAD_ROWS`` in a token folder; empty if it lacks no row."""
     try:
-        return (folder / BAD_ROWS).read_text(encoding="utf-8", errors="replace")
+        return text_below(folder, BAD_ROWS, HUGE)
     except FileNotFoundError:
         return ""
 
@@ -411,14 +412,14 @@ def _json(line: str, where: str) -> object:
 
 def _open(file: Path) -> BinaryIO:
     if file.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(file, "rb"))
+        return cast(BinaryIO, gzip.open(open_named(file)))
     if file.suffix != ".zst":
-        return file.open("rb")
+        return open_named(file)
     try:
         import zstandard  # noqa: PLC0415  optional package
     except ImportError as error:
         raise _missing("zstandard", file) from error
-    return io.BufferedReader(_Zstd(file.open("rb"), zstandard))
+    return io.BufferedReader(_Zstd(open_named(file), zstandard))
 
 
 def _missing(package: str, file: Path) -> EnvironmentError:

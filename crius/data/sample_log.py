@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from crius.run_file import RunFile
-from crius.untrusted import open_below
+from crius.untrusted import open_below, parse_json
 
 _log = logging.getLogger("crius.data")
 _MOST_ATTEMPTS = 1 << 32
@@ -63,8 +63,8 @@ def next_attempt(run_dir: Path) -> int:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         for line in file.read().splitlines():
             # the last line may be incomplete, and any line may be damaged: the number after the highest one is free
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                number = json.loads(line)["attempt"]
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                number = parse_json(line)["attempt"]
                 found += [number] if type(number) is int and number < _MOST_ATTEMPTS else []
     return max(found) + 1
 

@@ -24,7 +24,7 @@ from crius.data.tokenizer_files import TOKENIZER_CONFIG, read_file, tokenizer_fi
 from crius.errors import DataError, EnvironmentError
 from crius.host import python_path
 from crius.plugins import install_line
-from crius.untrusted import read_linked
+from crius.untrusted import parse_json, read_linked
 
 EOS_NAMES = (
     "<|end_of_text|>",  # Llama 3
@@ -267,7 +267,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Bytes by kind of tokenizer: byte-level, sentencepiece-style or plain text, ``(vocab_size,)``."""
-        spec = json.loads(self._model.to_str())
+        spec = parse_json(self._model.to_str())
         kinds = {*_types(spec.get("pre_tokenizer")), *_types(spec.get("decoder"))}
         prefix = spec["model"].get("continuing_subword_prefix") or ""
         counts = np.zeros(self.vocab_size, dtype=np.int32)
@@ -429,10 +429,10 @@ def _read_config(file: Path) -> dict[str, Any]:
         DataError: the file cannot be read.
     """
     try:
-        config = json.loads(read_linked(file.parent, file.name))
+        config = parse_json(read_linked(file.parent, file.name))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{file} cannot be read: {error}.",
             where="--tokenizer.path",

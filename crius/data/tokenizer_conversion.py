@@ -24,6 +24,7 @@ from crius.data.tokenizer_files import ADDED_TOKENS, PACKAGES, TEKKEN, TOKENIZER
 from crius.errors import CriusError, DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
 from crius.strict_json import load_object
+from crius.untrusted import HUGE, parse_json, read_named
 
 MOST_MEMORY = 16 << 30
 MOST_SECONDS = 600
@@ -172,7 +173,7 @@ def read_tekken(file: Path, source: Path) -> tuple[Tekken, dict[str, Any]]:
         EnvironmentError: a package is missing.
     """
     try:
-        spec = load_object(source.read_bytes())
+        spec = load_object(read_named(source, HUGE))
         config = spec["config"]
         rows = spec["vocab"]
         number = config["default_num_special_tokens"]
@@ -201,7 +202,7 @@ def read_tekken(file: Path, source: Path) -> tuple[Tekken, dict[str, Any]]:
     if len(tekken.special) != number:
         raise refused(file, f"it has {len(tekken.special):,} special tokens, not {number:,}", _DAMAGED)
     converter.pattern = _for_oniguruma(config["pattern"])
-    return tekken, json.loads(converter.converted().to_str())
+    return tekken, parse_json(converter.converted().to_str())
 
 
 def _for_oniguruma(pattern: str) -> str:
@@ -222,7 +223,7 @@ def _check_ranks(file: Path, ranks: Mapping[bytes, int]) -> None:
 
 def _read(file: Path, beside: Path) -> dict[str, Any]:
     try:
-        return load_object(beside.read_bytes()) if beside.exists() else {}
+        return load_object(read_named(beside)) if beside.exists() else {}
     except ValueError as error:
         raise refused(file, f"{beside.name} in its folder cannot be read: {error}", "download that again") from None
 
@@ -321,7 +322,7 @@ def main() -> None:
     ):
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    job = json.load(sys.stdin)
+    job = parse_json(sys.stdin.read())
     try:
         found = convert(Path(job["file"]), Path(job["folder"]))
     except (CriusError, ImportError) as raised:

@@ -25,7 +25,7 @@ from crius.errors import ConfigError, DataError, EnvironmentError, MissingPathEr
 from crius.host import python_path, user_cache
 from crius.plugins import REQUIREMENTS, install_line
 from crius.strict_json import load_object
-from crius.untrusted import read_linked
+from crius.untrusted import open_named, parse_json, read_below, read_linked
 
 VERSION = 2
 """Version of the conversion. It must change when the conversion writes something else for the same file."""
@@ -132,7 +132,7 @@ def original_file(place: Path) -> Path | None:
 def _is_converted(file: Path) -> bool:
     """Whether a JSON file begins like a tokenizer.json."""
     try:
-        with file.open("rb") as opened:
+        with open_named(file) as opened:
             return b'"added_tokens"' in opened.read(4096)
     except OSError:
         return False
@@ -198,7 +198,7 @@ def _is_tiktoken(file: Path) -> bool:
         DataError: it is neither, or cannot be read.
     """
     try:
-        with file.open("rb") as opened:
+        with open_named(file) as opened:
             content = opened.read(4096)
     except OSError as error:
         raise _unreadable(file, error) from error
@@ -291,8 +291,10 @@ def _hash(data: bytes) -> str:
 def _is_whole(entry: Path) -> bool:
     """Whether the conversion exists, as it was written."""
     try:
-        digests = json.loads((entry / "conversion.json").read_bytes())["digests"]
-        return all(_hash((entry / name).read_bytes()) == digests[name] for name in (TOKENIZER, TOKENIZER_CONFIG))
+        digests = parse_json(read_below(entry, "conversion.json"))["digests"]
+        return all(
+            _hash(read_below(entry, name, MOST_BYTES)) == digests[name] for name in (TOKENIZER, TOKENIZER_CONFIG)
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
@@ -310,7 +312,7 @@ def _convert(file: Path, files: Mapping[str, bytes], entry: Path) -> None:
         facts = _in_a_process(file, partial)
         for name in {*files} - {TOKENIZER_CONFIG}:
             (partial / name).unlink()
-        digests = {name: _hash((partial / name).read_bytes()) for name in (TOKENIZER, TOKENIZER_CONFIG)}
+        digests = {name: _hash(read_below(partial, name, MOST_BYTES)) for name in (TOKENIZER, TOKENIZER_CONFIG)}
         (partial / "conversion.json").write_text(json.dumps({**facts, "digests": digests}, indent=2) + "\n")
         partial.rename(entry)
     finally:
@@ -339,7 +341,7 @@ def _in_a_process(file: Path, folder: Path) -> dict[str, Any]:
         raise refused(file, f"the conversion took more than {_MOST_SECONDS} s") from None
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
-        found: dict[str, Any] = json.loads(lines[-1])
+        found: dict[str, Any] = parse_json(lines[-1])
         if problem := found.get("problem"):
             kinds = {"EnvironmentError": EnvironmentError}
             raise kinds.get(problem.pop("class"), DataError)(problem.pop("what"), **problem)

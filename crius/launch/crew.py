@@ -330,7 +330,7 @@ def _redirect(placement: Placement) -> None:
         os.close(log)
         # the old streams may write elsewhere than to 1 and 2 (a test runner's capture does)
         sys.stdout, sys.stderr = (
-            open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+            os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
             for number in (1, 2)
         )
     elif isinstance(sys.stdout, TextIOWrapper):

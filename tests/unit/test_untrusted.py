@@ -1,11 +1,14 @@
 """Files of a stranger's folder: what is opened, how much of it is read, and what of it reaches a printed command."""
 
+import ast
 import json
 import os
+from pathlib import Path
 
 import pytest
 from report_runs import write_run
 
+import crius
 from crius.__main__ import main
 from crius.cli.app import run_dir
 from crius.config.run import RunConfig, replace_fields
@@ -15,6 +18,7 @@ from crius.tools.report.runs import run_row
 from crius.untrusted import SMALL, names_below, object_below, open_below, read_below, records_below
 
 SECRET = "k3y-of-somebody"
+PACKAGE = Path(crius.__file__).parent
 
 
 @pytest.fixture
@@ -172,3 +176,59 @@ def test_a_file_that_the_user_named_is_read_or_refused_at_once(words, kind, tmp_
     assert main(words.replace("FILE", file).split()) == 2
     told = capsys.readouterr().err
     assert file in told and told.count("Error: ") == 1
+
+
+PARSERS = {"tokenizers", "pyarrow", "gguf", "sentencepiece", "tiktoken", "zstandard"}
+ELSEWHERE = {
+    "untrusted.py": "the reader",
+    "strict_json.py": "JSON with unique keys and finite numbers, of bytes that were read",
+    "checkpoint/remote_disk.py": "fsspec's files",
+    "data/chat/render.py": "a process of its own without Crius, with limits",
+    "data/trial.py": "a process of its own without Crius, with limits",
+    "data/prepare.py": "writes a folder that it made",
+    "data/rows.py": "rows, gzip, zstandard and parquet: pieces of bounded length",
+    "data/tokens.py": "maps tokens whose size was compared with meta.json",
+    "data/tokenizer.py": "a tokenizer.json that was tried",
+    "data/tokenizer_conversion.py": "a process of its own",
+    "tools/convert/gguf_file.py": "a reader with limits",
+    "tools/convert/torch_file.py": "a zip of bounded length",
+    "tools/data_audit/bpe.py": "trains a tokenizer",
+    "tools/tune/chatml.py": "a tokenizer.json that was tried",
+    "tools/verify/parameters.py": "what a process of it wrote",
+}
+"""Files that open or parse, and why."""
+OWN_OPEN = ("os.open", "webbrowser.open", "disk.open", "self._disk.open", "self.open")
+"""What opens no file, or a file of a checkpoint by the disk's own rules."""
+
+
+def readings(tree):
+    """Calls that open or parse a file, and imports of packages that do."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] in PARSERS)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PARSERS:
+            yield node.module
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        method = name.rpartition(".")[2]
+        of_a_module = name in ("json.load", "json.loads", "tomllib.load", "tomllib.loads", "np.load", "torch.load")
+        is_open = method == "open" and name not in (
+            "os.open",
+            "webbrowser.open",
+            "disk.open",
+            "self._disk.open",
+            "self.open",
+        )
+        if of_a_module or is_open or method in ("read_text", "read_bytes", "memmap", "fromfile"):
+            yield name
+
+
+def test_only_few_files_open_or_parse_others():
+    found = {
+        str(path.relative_to(PACKAGE)): calls
+        for path in PACKAGE.rglob("*.py")
+        if (calls := [*readings(ast.parse(path.read_text()))])
+    }
+    assert {name: calls for name, calls in found.items() if name not in ELSEWHERE} == {}
+    assert found.keys() == ELSEWHERE.keys() and len(found) <= 15

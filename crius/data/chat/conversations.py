@@ -12,6 +12,7 @@ from typing import Any
 from crius.config.data import ROLES, DataConfig
 from crius.data.rows import checked_text, json_kind, read_rows, value_of
 from crius.errors import DataError
+from crius.untrusted import parse_json
 
 SHAREGPT = {
     "human": "user",
@@ -228,8 +229,8 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
 def _parsed(text: str | bytes) -> Any:
     """The JSON value of a text, or the text itself if it has none."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return text
 
 
@@ -402,8 +403,8 @@ def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:
     """Tools of a conversation: a list of objects, or the same as JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError) as error:
+            value = parse_json(value) if value.strip() else None
+        except ValueError as error:
             raise DataError(f"the value of 'tools' is text that is not JSON: {error}.", where=where) from error
     if not value:
         return None

@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple, Self
 
 from crius.errors import DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
+from crius.untrusted import parse_json
 
 _SCRIPT = Path(__file__).with_name("render.py")
 _LIMITS = {"cpu_seconds": 4, "memory_bytes": 1 << 29}
@@ -130,7 +131,7 @@ class Renderer:
         """The next line of the process. Without one, the process has ended, and ``_flaw`` has the reason."""
         line = self._line(self._process.stdout)
         try:
-            answer = json.loads(line) if line else {"error": self._flaw}
+            answer = parse_json(line) if line else {"error": self._flaw}
         except ValueError:
             answer = {"error": "the renderer process did not write JSON"}
         return answer if isinstance(answer, dict) else {"error": "the renderer process did not write a JSON object"}

@@ -1,13 +1,12 @@
 """Reads the chat template in a tokenizer's folder, and the special tokens by the names that templates use."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from crius.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
 from crius.errors import DataError
-from crius.untrusted import read_linked
+from crius.untrusted import parse_json, read_linked
 
 LARGEST_TEXT = 1 << 20
 _LARGEST_CONFIG = 1 << 24  # tokenizer_config.json has a line for each added token: a megabyte for Gemma
@@ -52,8 +51,8 @@ def read_template(tokenizer: str) -> str:
 
     def parse(content: bytes, name: str) -> dict[str, Any]:
         try:
-            found = json.loads(content)
-        except (ValueError, RecursionError) as error:
+            found = parse_json(content)
+        except ValueError as error:
             raise DataError(f"{folder / name} is not JSON: {error}.", where="--tokenizer.path") from None
         return found if isinstance(found, dict) else {}
 
@@ -97,8 +96,8 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
 def read_object(tokenizer: str, name: str) -> dict[str, Any]:
     """A JSON file in a tokenizer's folder; empty if it is missing or cannot be used."""
     try:
-        found = json.loads(read_linked(folder_of(tokenizer), name, _LARGEST_CONFIG)) if tokenizer else {}
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(read_linked(folder_of(tokenizer), name, _LARGEST_CONFIG)) if tokenizer else {}
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -12,6 +12,7 @@ from crius.table import aligned
 from crius.tools.report.curves import TOLERANCE, Point, common_points
 from crius.tools.report.history import Columns, RunHistory, finite
 from crius.tools.report.runs import history_state
+from crius.untrusted import parse_json
 
 STARTS = (
     "crius",
@@ -81,7 +82,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison for JSON; a number that is not finite is null."""
-        told: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda name: None)
+        told: dict[str, Any] = parse_json(json.dumps(asdict(self)), lambda name: None)
         return told | {"equal": self.are_equal}
 
     def lines(self) -> list[str]:

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from crius.untrusted import HUGE, read_named
+
 _CALLS = ("fsync", "rename", "replace", "unlink", "remove", "mkdir", "rmdir")
 
 State = dict[Any, Any]
@@ -111,7 +113,7 @@ def state_of(folder: Path) -> State:
     for path in sorted(folder.rglob("*")):
         number = path.stat().st_ino
         found[path.parent.stat().st_ino, path.name] = number
-        found[number] = path.read_bytes() if path.is_file() else None
+        found[number] = read_named(path, HUGE) if path.is_file() else None
     return found
 
 
