@@ -85,6 +85,7 @@ def test_a_file_is_converted_once_in_a_process_of_its_own_and_told_in_one_line(s
     for thread in threads:
         thread.join()
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    said = [line for line in said if not line.startswith("cache: waiting")]  # on a busy machine
     assert len(said) == 1 and said[0].startswith(f"tokenizer: {sample}/tekken.json (tekken, v3, 274 ids) was converted")
     assert f"to {cache}/" in said[0] and "texts have the same ids as in tiktoken" in said[0]
     monkeypatch.setattr(tokenizer_files, "_in_a_process", lambda *_: pytest.fail("converted again"))
