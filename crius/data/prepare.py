@@ -223,7 +223,7 @@ def _alive(num_workers: int) -> Iterator[None]:
         raise DataError(
             f"one of {num_workers} tokeniser processes ended before its work did.",
             why="most often it was killed because the memory was full",
-            fix=f"use {max(1, num_workers // 2)} workers",
+            fix=f"--num_workers {max(1, num_workers // 2)}",
         ) from error
 
 

@@ -83,6 +83,61 @@ def folder(file, draw):
     file.mkdir()
 
 
+def number(file, draw):
+    """An integer somewhere in a binary file becomes a power of ten."""
+    content = bytearray(file.read_bytes())
+    size = draw.choice((4, 8))
+    if len(content) >= size:
+        place = draw.randrange(min(len(content) - size + 1, 1 << 12))
+        content[place : place + size] = (10 ** draw.randrange(20) % (1 << 8 * size)).to_bytes(size, "little")
+    file.write_bytes(content)
+
+
+STEPS = (
+    {"type": "Prepend", "prepend": "a" * 1000},
+    {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 8000},
+    {"type": "Replace", "pattern": {"Regex": "(.*)*$"}, "content": "x"},
+    {"type": "NFKD"},
+)
+
+
+def steps(file, draw):
+    """Steps of normalisation of a tokenizer.json."""
+    try:
+        spec = json.loads(file.read_bytes())
+        spec["normalizer"] = {
+            "type": "Sequence",
+            "normalizers": [draw.choice(STEPS) for _ in range(draw.choice((1, 7, 50)))],
+        }
+        file.write_text(json.dumps(spec))
+    except (ValueError, TypeError):
+        value(file, draw)
+
+
+TEMPLATES = {
+    "an endless loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "attributes of Python": "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
+    "globals of a function": "{{ raise_exception.__globals__['sys'].exit() }}",
+    "a module": "{{ cycler.__init__.__globals__.os.system('touch executed') }}",
+    "huge text": "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "huge memory": "{{ 'x' * 99999999999 }}",
+    "a huge number": "{{ 99999999 ** 99999999 }}",
+    "a huge range": "{% for i in range(999999999) %}{% endfor %}",
+    "another file": "{% include '/etc/passwd' %}",
+    "a change of what is given": "{{ messages.append(1) }}",
+    "its own refusal": "{{ raise_exception('no system messages here') }}",
+    "no template": "{% if %}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+}
+
+
+def script(file, draw):
+    """A statement of a template, at any place of it."""
+    content = file.read_text(errors="replace")
+    place = draw.randrange(len(content) + 1)
+    file.write_text(content[:place] + draw.choice([*TEMPLATES.values()]) + content[place:])
+
+
 DAMAGES = (cut, flip, value, value, value, keys, long, link, fifo, sparse, folder)
 
 
@@ -152,7 +207,7 @@ def flaws(outcome: Outcome, place: Path, before: dict) -> list[str]:
         found.append(f"exit code {outcome.code}")
     if "Traceback" in outcome.told or outcome.told.count("Error: ") > 3:
         found.append("no error of Crius")
-    if outcome.code and not re.search("Error: |DAMAGED", outcome.told):
+    if outcome.code and not re.search("Error: |DAMAGED| refused", outcome.told):
         found.append("no error")
     if outcome.seconds > SECONDS:
         found.append(f"{outcome.seconds:.0f} CPU seconds")

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from harness import ROOT
+from hostile.damage import TEMPLATES
 from tiny_source import CHATML, runner, save_source
 
 from crius import cli
@@ -213,30 +214,13 @@ def test_a_source_without_a_chat_template_cannot_chat(generate, tmp_path, source
     assert (code, out) == (2, "") and "no chat template" in err
 
 
-HOSTILE = {
-    "an endless loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "attributes of Python": "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
-    "globals of a function": "{{ raise_exception.__globals__['sys'].exit() }}",
-    "a module": "{{ cycler.__init__.__globals__.os.system('touch executed') }}",
-    "huge text": "{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
-    "huge memory": "{{ 'x' * 99999999999 }}",
-    "a huge number": "{{ 99999999 ** 99999999 }}",
-    "a huge range": "{% for i in range(999999999) %}{% endfor %}",
-    "another file": "{% include '/etc/passwd' %}",
-    "a change of what is given": "{{ messages.append(1) }}",
-    "its own refusal": "{{ raise_exception('no system messages here') }}",
-    "no template": "{% if %}",
-    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-}
-
-
-@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("what", TEMPLATES)
 def test_a_hostile_template_is_refused_in_seconds_and_runs_nothing(what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(renderer._LIMITS, "cpu_seconds", 1)
     began = time.monotonic()
     with pytest.raises(DataError, match="cannot be rendered") as caught:
-        render_chat(HOSTILE[what], HELLO, {})
+        render_chat(TEMPLATES[what], HELLO, {})
     assert caught.value.why and time.monotonic() - began < 20 and not list(tmp_path.iterdir())
 
 
