@@ -20,6 +20,7 @@ LARGE = 1 << 24
 """Most bytes of a file that is read whole."""
 HUGE = 1 << 40
 """Most bytes of a file of lines whose reader keeps little of each."""
+_LONG = 1 << 30
 _OF_A_SHELL = ("/dev/fd/", "/proc/self/fd/")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # open would wait for the writer of a FIFO without O_NONBLOCK
@@ -41,7 +42,7 @@ def open_below(folder: str | Path, name: str) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(errno.EINVAL, "it is not a regular file", f"{folder}/{name}")
-    return os.fdopen(number, "rb")
+    return _not_of_holes(os.fdopen(number, "rb"), f"{folder}/{name}")
 
 
 @contextlib.contextmanager
@@ -80,7 +81,27 @@ def open_named(path: str | Path) -> io.BufferedReader:
     """
     if stat.S_ISFIFO(os.stat(path).st_mode) and not str(path).startswith(_OF_A_SHELL):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return open(path, "rb")
+    return _not_of_holes(open(path, "rb"), str(path))
+
+
+def _not_of_holes(file: io.BufferedReader, where: str) -> io.BufferedReader:
+    """Refuse a long file without a thousandth of data, which has no size on the disk and takes hours to read."""
+    size = os.fstat(file.fileno()).st_size
+    if size < _LONG:
+        return file
+    end = 0
+    data = 0
+    try:
+        while data <= size / 1000:
+            begin = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+            data += end - begin
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # no more data
+            file.close()
+            raise OSError(errno.EINVAL, f"it has {size:,} bytes, of which {data:,} are not holes", where) from None
+    file.seek(0)
+    return file
 
 
 def read_named(path: str | Path, most: int = LARGE) -> bytes:

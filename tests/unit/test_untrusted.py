@@ -15,7 +15,7 @@ from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import imports_of
 from crius.tools.report.history import read_run
 from crius.tools.report.runs import run_row
-from crius.untrusted import SMALL, names_below, object_below, open_below, read_below, records_below
+from crius.untrusted import SMALL, names_below, object_below, open_below, open_named, read_below, records_below
 
 SECRET = "k3y-of-somebody"
 PACKAGE = Path(crius.__file__).parent
@@ -48,7 +48,7 @@ def place(tmp_path):
         ("below", "not a regular file"),
         ("nothing", "No such file"),
         ("nothing/file", "No such file"),
-        ("sparse", "1,000,000,000,000 bytes, but at most"),
+        ("sparse", "1,000,000,000,000 bytes, of which"),
     ],
 )
 def test_only_regular_files_below_a_folder_are_read(place, name, why):
@@ -68,6 +68,19 @@ def test_a_file_is_read_and_a_folder_that_the_user_named_may_be_a_link(place, tm
     for name in ("../secret", "below/../../secret", "..", "."):
         with pytest.raises(AssertionError):
             open_below(place, name)
+
+
+@pytest.mark.parametrize("opened", [open_named, lambda path: open_below(path.parent, path.name)])
+def test_a_long_file_of_holes_is_refused_and_one_with_data_is_read(tmp_path, opened):
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * (1 << 22))
+    os.truncate(file, 1 << 31)
+    with opened(file) as found:
+        assert found.read(2) == b"xx"
+    os.truncate(file, 1 << 40)
+    with pytest.raises(OSError, match="are not holes") as refused:
+        opened(file)
+    assert refused.value.filename == str(file)
 
 
 def test_a_line_has_a_most_length_and_the_next_one_is_read(tmp_path):
