@@ -190,7 +190,7 @@ def _train_here(facts: "Facts", folder: Path, sinks: Sequence[Sink]) -> None:
     from crius.train import job
 
     raised: list[BaseException] = []
-    tools = run_tools()
+    tools = run_tools(facts.config, folder)
 
     def prepare(loop: "Loop") -> "Loop":
         loop.reports.sinks += sinks

@@ -13,6 +13,9 @@ from typing import TextIO
 
 from crius.new_folder import PARTIAL, collect, sync
 
+REHEARSALS = "rehearsals.jsonl"
+"""File of a run folder with a line for each rehearsed restore."""
+
 
 class RunFile:
     """A file that lines are appended to. A full disk costs lines and a warning; a file that was removed is started

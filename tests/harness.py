@@ -103,7 +103,7 @@ def run_job(
     on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
     machine = Machine(device="cuda" if on_gpu else "cpu", ranks=placement.world_size)
     config = resolve(config, machine, saved=saved_settings(config, run_dir), rows_are_given=True).config
-    tools = run_tools()
+    tools = run_tools(config, run_dir)
     both = replace(tools, prepare=lambda loop: prepare(tools.prepare(loop)))
     job.run(config, run_dir, started, placement, tools=both)
 

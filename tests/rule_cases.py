@@ -528,4 +528,11 @@ CASES = [
         "--checkpoint.interval",
         "--checkpoint.enable",
     ),
+    (
+        rules_training.a_rehearsal_has_a_batch,
+        ["--checkpoint.rehearse", "--validation.interval", "0"],
+        "checkpoint.rehearse has no batch",
+        "--checkpoint.rehearse",
+        "--validation.interval 500",
+    ),
 ]

@@ -134,18 +134,23 @@ def _with_epochs(facts: Facts, folder: Path) -> Facts:
     return dataclasses.replace(facts, config=open_run_data(facts.config, facts.data_parallel_ranks, folder)[0])
 
 
-def run_tools() -> "Tools":
-    """Functions around a run: the planner, and faults that the environment asks for."""
+def run_tools(config: RunConfig, folder: Path) -> "Tools":
+    """Functions around a run in a folder: the planner, rehearsals, and faults that the environment asks for."""
     from crius.tools.plan.watch import watch_plan
     from crius.train.tools import Tools
 
     tools = Tools(fit=_fit, watch=watch_plan, explain=_explain)
-    if FAULTS not in os.environ:
-        return tools
-    from crius.tools.faults.planted import PlantedFaults
+    if config.checkpoint.rehearse:
+        from crius.tools.verify.rehearse import Rehearsals
 
-    planted = PlantedFaults()
-    return dataclasses.replace(tools, around=planted.around, prepare=planted.prepare)
+        rehearsals = Rehearsals(folder)
+        tools = tools.joined(rehearsals.around, rehearsals.prepare)
+    if FAULTS in os.environ:
+        from crius.tools.faults.planted import PlantedFaults
+
+        planted = PlantedFaults()
+        tools = tools.joined(planted.around, planted.prepare)
+    return tools
 
 
 def _fit(config: RunConfig, facts: "ModelDescription", machine: Machine, budget: float) -> tuple[dict[str, Any], str]:
@@ -205,7 +210,7 @@ def _start(
     from crius.launch.stop import ignore_stop_signals
     from crius.train import job
 
-    target = functools.partial(job.run, run, folder, STARTED, strict=strict, tools=run_tools())
+    target = functools.partial(job.run, run, folder, STARTED, strict=strict, tools=run_tools(run, folder))
     if placement is None and (num_ranks > 1 or run.checkpoint.is_supervised):
         # without checkpoints on the way a restart would begin again at step 1, which a person must decide
         launch = run.launch if run.checkpoint.is_supervised else dataclasses.replace(run.launch, max_restarts=0)

@@ -100,6 +100,10 @@ class CheckpointConfig:
     verify_on_load: bool = True
     """Read and hash every byte before the state is loaded."""
 
+    rehearse: bool = False
+    """Restore each new checkpoint in a process beside the run on rank 0's host, on its CPU: compare all hashes, and
+    compute the loss of one validation batch again."""
+
     max_failures: int = 3
     """Saves in a row that fail before the run stops. Until then the run continues with a warning."""
 

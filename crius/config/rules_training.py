@@ -217,6 +217,18 @@ def checkpoint_flags_have_effect(facts: Facts) -> Violations:
     )
 
 
+def a_rehearsal_has_a_batch(facts: Facts) -> Violations:
+    """The batch whose loss a rehearsal compares is of a validation set."""
+    config = facts.config
+    if config.checkpoint.rehearse and not config.validation.interval:
+        yield ConfigError(
+            "checkpoint.rehearse has no batch to compute a loss of.",
+            where=facts.flag("checkpoint.rehearse"),
+            why="it is of the first validation set, and validation.interval is 0",
+            fix="--validation.interval 500, or leave out --checkpoint.rehearse",
+        )
+
+
 def checkpoints_have_a_folder(facts: Facts) -> Violations:
     """The folder of checkpoints has a name: an empty one would put them among the files of the run folder."""
     folder = facts.config.checkpoint.folder
@@ -256,6 +268,7 @@ def a_run_starts_from_one_thing(facts: Facts) -> Violations:
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     a_run_starts_from_one_thing,
     checkpoint_flags_have_effect,
+    a_rehearsal_has_a_batch,
     checkpoints_have_a_folder,
     checkpoints_outlive_the_process,
 )

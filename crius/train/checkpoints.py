@@ -1,7 +1,6 @@
 """The checkpoints of a run: when they are saved, their contents, and what a resumed run loads from them."""
 
 import contextlib
-import functools
 import logging
 import platform
 import time
@@ -91,6 +90,8 @@ class Checkpoints:
         folder: folder of the checkpoints.
         found: checkpoint that ``find`` chose to resume from; None if there is none.
         before_write: called before each write with the number of the save in this process, from 1.
+        after_save: called on every rank with the step, once its state is copied or written.
+        committed: step of the last save of this process that is complete; known on rank 0. -1: none.
     """
 
     _parts: Parts
@@ -101,6 +102,8 @@ class Checkpoints:
         self._ranks = job.ranks
         assert self._ranks.store is not None
         self.before_write: Callable[[int], None] = lambda save: None
+        self.after_save: Callable[[int], None] = lambda step: None
+        self.committed = -1
         self._saves = 0
         self.folder = CheckpointFolder(open_disk(checkpoint_folder(self._config, run_dir)))
         self._attempt = self._ranks.gather_json(uuid.uuid4().hex[:8])[0]
@@ -114,8 +117,7 @@ class Checkpoints:
             self._ranks.gather_json,
             self._attempt,
         )
-        committed = functools.partial(remember, run_dir, self.folder)
-        self.saver = Saver(self.folder, self._config.checkpoint, place, self._beat, self._wait, committed)
+        self.saver = Saver(self.folder, self._config.checkpoint, place, self._beat, self._wait, self._remember)
         self.found: Found | None = None
         self._run_id = ""
         self._initial = dict[str, str]()
@@ -248,6 +250,7 @@ class Checkpoints:
         self.saver.save(state.step, self._parts.tensors() | rng, self._state(), self._head(), wait=wait)
         self._last_saved = state.step
         self._last_time = time.monotonic()
+        self.after_save(state.step)
 
     def finish(self) -> None:
         """Wait for the save in progress.
@@ -282,6 +285,10 @@ class Checkpoints:
                 remember(self._run_dir, self.folder, None)
             path = tokenizer_of(self._config, self._run_dir).path
             self.saver.kept = files_to_keep(path, self._parts.tokenizer, origin)
+
+    def _remember(self, manifest: Manifest) -> None:
+        remember(self._run_dir, self.folder, manifest)
+        self.committed = manifest.step
 
     def _beat(self) -> None:
         self.before_write(self._saves)

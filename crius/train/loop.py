@@ -288,17 +288,7 @@ class Loop:
         records = []
         with self.ledger.phase("validation"):
             for name in validation.sets:
-                record = evaluate(
-                    self.state.parts,
-                    self.runner,
-                    validation.batches(name),
-                    self.place,
-                    validation.token_bytes,
-                    self.world,
-                    self.layout,
-                    self.state.step,
-                    lambda: stop_number(self.stop, self.world.size) > 0,
-                )
+                record = self.score(validation, validation.batches(name))
                 if record is None:
                     return []
                 if not math.isfinite(record.val_loss):
@@ -312,6 +302,20 @@ class Loop:
             for record in records:  # all or none: a run that resumes after a stop repeats all
                 self.reports.write(record)
         return records
+
+    def score(self, validation: Validation, batches: Iterable[Batch]) -> ValidationMetrics | None:
+        """Score ``batches`` with the present weights; None where the run was asked to stop meanwhile."""
+        return evaluate(
+            self.state.parts,
+            self.runner,
+            batches,
+            self.place,
+            validation.token_bytes,
+            self.world,
+            self.layout,
+            self.state.step,
+            lambda: stop_number(self.stop, self.world.size) > 0,
+        )
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -118,6 +118,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return bool(_CPU_WORDS.search(text) or (re.search("CUDA|CUBLAS|CUDNN|NCCL|HIP", text) and _GPU_WORDS.search(text)))
 
 
+Around = Callable[[RunConfig, Placement], contextlib.AbstractContextManager[None]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tools:
     """Functions that the command line passes to a run.
@@ -134,7 +137,15 @@ class Tools:
     fit: Fit | None = None
     watch: Callable[[RunConfig, ModelDescription, Machine, TimeLedger, Path], PlanSink] | None = None
     explain: Explain | None = None
-    around: Callable[[RunConfig, Placement], contextlib.AbstractContextManager[None]] = lambda config, placement: (
-        contextlib.nullcontext()
-    )
+    around: Around = lambda config, placement: contextlib.nullcontext()
     prepare: Callable[[Loop], Loop] = lambda loop: loop
+
+    def joined(self, around: Around, prepare: Callable[[Loop], Loop]) -> "Tools":
+        """These tools with a further context and a further preparation, which comes after the own one."""
+
+        @contextlib.contextmanager
+        def both(config: RunConfig, placement: Placement) -> Iterator[None]:
+            with self.around(config, placement), around(config, placement):
+                yield
+
+        return replace(self, around=both, prepare=lambda loop: prepare(self.prepare(loop)))

@@ -49,6 +49,7 @@ ARROWS = [
     ("train", "interop"),
     ("tools/evaluate", "tools.generate"),  # opens the model
     ("tools/verify", "tools.plan.fit"),
+    ("tools/verify", "tools.generate"),  # opens the model
     ("tools/report", "tools.plan"),
     ("tools/tune", "tools.convert"),
     ("tools/tune", "tools.generate"),

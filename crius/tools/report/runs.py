@@ -12,6 +12,7 @@ from typing import Any
 
 from crius.errors import ConfigError
 from crius.launch.lock import holder_of
+from crius.run_file import REHEARSALS
 from crius.table import aligned
 from crius.tools.report.history import MARKS, RunHistory, finite
 from crius.untrusted import SMALL, names_below, object_below, open_below, parse_json, parse_toml, text_below
@@ -52,6 +53,7 @@ class RunRow:
         tokens_per_second: speed of all ranks together in the last record.
         goodput: share of the time, in [0, 1], that went into steps that count.
         age_seconds: seconds since the last record, or since the run folder was claimed.
+        rehearsed: the last step whose restore was rehearsed, with FAILED if it failed; empty if there is none.
     """
 
     name: str
@@ -63,6 +65,7 @@ class RunRow:
     tokens_per_second: float | None = None
     goodput: float | None = None
     age_seconds: float = _FAR
+    rehearsed: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The row for JSON."""
@@ -148,7 +151,16 @@ def _row(path: Path, name: str) -> RunRow:
         tokens_per_second=finite(found.get("tokens_per_second")),
         goodput=finite(found.get("goodput")),
         age_seconds=max(0.0, time.time() - written),
+        rehearsed=_rehearsed(path),
     )
+
+
+def _rehearsed(path: Path) -> str:
+    found = _last(_tail(path, REHEARSALS, _TAIL), "problem")
+    step = _whole((found or {}).get("step"))
+    if found is None or step is None:
+        return ""
+    return f"{step:,} FAILED" if found["problem"] else f"{step:,}"
 
 
 def history_state(run: RunHistory) -> RunState:
@@ -251,8 +263,10 @@ def _newest(lines: Sequence[bytes], name: str) -> Iterator[dict[str, Any]]:
 
 def run_lines(rows: Sequence[RunRow]) -> list[str]:
     """The table of runs."""
-    head = ("run", "state", "step", "loss", "val loss", "tokens/s", "goodput", "last record")
-    return aligned([head, *map(_cells, rows)], left=(0, 1))
+    head = ("run", "state", "step", "loss", "val loss", "tokens/s", "goodput", "last record", "rehearsed")
+    shows_rehearsed = any(row.rehearsed for row in rows)
+    width = len(head) if shows_rehearsed else len(head) - 1
+    return aligned([cells[:width] for cells in (head, *map(_cells, rows))], left=(0, 1))
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
@@ -266,6 +280,7 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         shown(row.tokens_per_second, "{:,.0f}"),
         shown(row.goodput, "{:.1%}"),
         f"{age(row.age_seconds)} ago" if row.age_seconds < _FAR else "-",
+        row.rehearsed or "-",
     )
 
 
