@@ -339,10 +339,15 @@ def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> It
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             columns = list(choose(opened.schema_arrow.names))
+            _check_cells(file, opened.metadata)
             for batch in opened.iter_batches(batch_size=_ROWS, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield row, number
+                is_large = batch.nbytes > MAX_LINE_BYTES
+                for part in map(batch.slice, range(len(batch)), itertools.repeat(1)) if is_large else [batch]:
+                    if is_large and _decoded_bytes(part) > MAX_LINE_BYTES:
+                        raise _too_long(file, f"row {number + 1}")
+                    for row in part.to_pylist():
+                        number += 1
+                        yield row, number
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(
             f"{file} cannot be read as parquet: {error}.",
@@ -350,6 +355,30 @@ def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> It
             why=f"the {number:,} rows before it were read" if number else "no row was read",
             fix="download the file again if it is damaged, or write its dates and durations as text",
         ) from error
+
+
+def _check_cells(file: Path, metadata: Any) -> None:
+    """Refuse a file whose cells cannot all be short, before any is read: packed, they may be short themselves."""
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        for place in range(group.num_columns):
+            if group.column(place).total_uncompressed_size > MAX_LINE_BYTES * max(1, group.num_rows):
+                raise _too_long(file, f"row group {index + 1}")
+
+
+def _decoded_bytes(row: Any) -> int:
+    """Bytes of a batch of one row, of whose dictionaries only its own values count."""
+    columns = (column.dictionary_decode() if hasattr(column, "dictionary") else column for column in row.columns)
+    return sum(column.nbytes for column in columns)
+
+
+def _too_long(file: Path, where: str) -> DataError:
+    return DataError(
+        f"a row is longer than {MAX_LINE_BYTES >> 20} MiB.",
+        where=f"{file}, {where}",
+        why="a row is held in memory",
+        fix="split its text into several rows",
+    )
 
 
 def checked_text(text: object, what: str, where: str) -> str:

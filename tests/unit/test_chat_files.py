@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from crius.config.data import DataConfig
+from crius.data import rows
 from crius.data.chat.conversations import read_conversations
 from crius.data.documents import find_files, read_pieces
 from crius.data.rows import Refusals
@@ -290,6 +291,25 @@ def test_a_bad_row_of_parquet_is_named(tmp_path):
     assert caught.value.where == f"{file}, row 2"
     with pytest.raises(DataError, match="'id' is a number"):
         read(parquet(file, [GOOD | {"id": 5}]), source="parquet", columns=("id",))
+
+
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_a_row_of_parquet_has_a_most_length_however_short_the_file_is(is_dictionary, tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1 << 20)
+    long = "x" * (3 << 20)
+    for number, texts in enumerate(([long], ["a"] * 4 + [long], ["a" * 1000, "b" * 2000] * 1000)):
+        column = pa.array(texts).dictionary_encode() if is_dictionary else pa.array(texts)
+        pq.write_table(pa.table({"text": column}), tmp_path / f"{number}.parquet", compression="zstd")
+    for number, where in enumerate(("row group 1", "row 5")):
+        file = tmp_path / f"{number}.parquet"
+        assert file.stat().st_size < 10_000
+        with pytest.raises(DataError, match="a row is longer than 1 MiB") as caught:
+            list(rows.parquet_rows(file, list))
+        assert caught.value.where == f"{file}, {where}"
+    assert len(list(rows.parquet_rows(tmp_path / "2.parquet", list))) == 2000
 
 
 def test_a_parquet_file_that_is_cut_or_damaged_is_an_error(tmp_path):
