@@ -235,7 +235,8 @@ def apply_layout(config: RunConfig, layout: Layout) -> RunConfig:
             why="every microbatch of every rank has as many sequences",
             fix=f"--training.global_batch_size {above}, or another accumN",
         )
-    sizes = {"training.global_batch_size": total, "training.local_batch_size": total // pieces}
+    local = -1 if config.training.reproducible else total // pieces  # of a virtual shard
+    sizes = {"training.global_batch_size": total, "training.local_batch_size": local}
     return replace_fields(placed, sizes)
 
 

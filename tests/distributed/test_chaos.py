@@ -59,7 +59,27 @@ def test_a_run_that_changes_its_layout_when_it_is_killed_has_the_losses_of_the_u
     assert not found["tensors"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_reproducible_run_on_another_layout_after_each_kill_has_the_same_bits(seed, tmp_path, capsys):
+    flags = ["--training.reproducible", "--training.global_batch_size", "8", "--checkpoint.interval", "2"]
+    code, found = verify(tmp_path, capsys, flags, seconds=600, kills=12, seed=seed, layouts="1,ddp2,fsdp2", steps=24)
+    assert code == 0 and found["identical"] and not found["problems"], found
+    assert found["same_steps"] == 24 and found["kills"] == 12 and found["tolerance"] == 0
+    assert set(found["layouts"]) == {"1", "ddp2", "fsdp2"}
+
+
 EXPERTS = ["--model.name", "qwen3_moe", "--model.flavor", "debug", "--model.num_layers", "2"]
+
+
+@pytest.mark.slow
+def test_a_reproducible_run_with_experts_survives_12_kills(tmp_path, capsys):
+    flags = [*EXPERTS, "--training.reproducible", "--training.global_batch_size", "8", "--checkpoint.interval", "2"]
+    code, found = verify(
+        tmp_path, capsys, [*flags, "--parallelism.data_parallel_shard_degree", "2"], seconds=600, kills=12, steps=24
+    )
+    assert code == 0 and found["identical"] and not found["problems"], found
+    assert found["same_steps"] == 24 and found["kills"] == 12
 
 
 @pytest.mark.slow
