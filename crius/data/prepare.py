@@ -190,8 +190,9 @@ def _workers(make: Callable[[], Encode], temporary: Path, number: int) -> Iterat
 
     A shared queue could stay locked, or contain half a result.
     """
-    # not fork: the parent may have threads (torch, a tokenizer), and a forked child could then wait forever
-    context = multiprocessing.get_context("forkserver")
+    # not fork: the parent may have threads (torch, a tokenizer), and a forked child could then wait forever; not
+    # forkserver: after a kill a folder with its socket stays
+    context = multiprocessing.get_context("spawn")
     ends: list[Worker] = []
     with contextlib.ExitStack() as stack:  # workers are also killed at the end, since no result is missing then
         for _ in range(number):
