@@ -10,7 +10,6 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 PARTIAL = ".partial-"
@@ -41,7 +40,8 @@ def new_folder(out: Path) -> Iterator[Path]:
             with contextlib.suppress(FileNotFoundError):
                 stack.enter_context(_locked(partial))
         yield partial
-        sync(partial)
+        for path in (partial, *partial.rglob("*")):
+            sync(path)
         partial.rename(out)
         sync(out.parent)
 
@@ -79,7 +79,7 @@ def _locked(path: Path, flag: int = 0) -> Iterator[None]:
 def _ending_signals() -> Iterator[None]:
     """Signals that would end this process at once end it by an exception, which lets everything be removed."""
 
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
+    def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
     numbers = [number for number in (signal.SIGHUP, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_DFL]

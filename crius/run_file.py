@@ -157,7 +157,7 @@ def write_whole(path: Path, text: str, *, is_private: bool = False, is_durable: 
             sync(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            partial.unlink()
         raise
 
 

@@ -30,7 +30,7 @@ from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
 from crius.data.work import Encode, Encoded, Work, work_on
 from crius.errors import ConfigError, DataError
-from crius.new_folder import new_folder, sync
+from crius.new_folder import new_folder
 
 Worker: TypeAlias = "Connection[Any, Any]"
 """One end of the pipe between a worker and its parent. Chunks go to the worker, ``Encoded`` or an error comes back."""
@@ -105,7 +105,6 @@ def _without_bad_rows(encoded: Iterable[Encoded], refusals: Refusals, folder: Pa
             yield chunk
     if bad_rows := refusals.text():
         (folder / BAD_ROWS).write_text(bad_rows, encoding="utf-8", errors="backslashreplace")
-        sync(folder / BAD_ROWS)
 
 
 def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, source: str, fingerprint: str) -> TokenMeta:
@@ -162,8 +161,6 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
         encoder=fingerprint,
     )
     (folder / META).write_text(meta.to_json())
-    for name in (*hashes, HASHES, META):
-        sync(folder / name)
     return meta
 
 

@@ -55,6 +55,15 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_that_is_bein
     ended(other, signal.SIGKILL)
 
 
+def test_all_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    with new_folder(tmp_path / "out") as partial:
+        (partial / "folder").mkdir()
+        (partial / "folder" / "file").write_text("a")
+    assert {path.stat().st_ino for path in tmp_path.rglob("*")} <= {*synced[:-1]}
+
+
 def test_an_error_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="no"), new_folder(tmp_path / "out"):
         raise ValueError("no")
