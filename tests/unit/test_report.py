@@ -5,6 +5,7 @@ import os
 import re
 import stat
 from base64 import b64encode
+from pathlib import Path
 
 import pytest
 from report_runs import write_run
@@ -272,6 +273,14 @@ def test_a_report_of_many_incidents_shows_the_first_and_counts_the_others(tmp_pa
     files = {f"incidents/step-{step}.json": {**SPIKE, "step": step} for step in range(1, 51)}
     [found] = shown(write_run(tmp_path / "run", files=files))["runs"]
     assert len(found["incidents"]) == MOST_INCIDENTS and found["more_incidents"] == 50 - MOST_INCIDENTS
+
+
+def test_a_report_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    write_run(tmp_path / "run")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert [Path(path).name.partition(".partial-")[0] for path in synced] == ["report.html", "run"]
 
 
 def test_the_verb_writes_into_the_folder_of_one_run_or_here(tmp_path, monkeypatch, capsys):

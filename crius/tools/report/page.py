@@ -75,7 +75,7 @@ def write_report(runs: Sequence[RunHistory], out: Path, origins: Mapping[str, st
     """
     text = page(payload(runs, origins))
     try:
-        write_whole(out, text, is_private=any(run.incidents for run in runs))
+        write_whole(out, text, is_private=any(run.incidents for run in runs), is_durable=True)
     except OSError as error:
         why = error.strerror or str(error)
         raise EnvironmentError(
