@@ -1,5 +1,6 @@
-"""``crius verify crash``: every crash of a save is recovered, and planted faults of a save are found."""
+"""``crius verify crash``: every crash of a writer is recovered, and planted faults of writers are found."""
 
+import contextlib
 import os
 import re
 import stat
@@ -7,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from crius import new_folder as whole
 from crius.checkpoint import disk as disks
 from crius.checkpoint import save
 from crius.checkpoint.disk import LocalDisk
 from crius.checkpoint.folder import CheckpointFolder, expendable
 from crius.cli import main
+from crius.data import prepare
 from crius.new_folder import sync
+from crius.tools.convert import exporting, importing
 from crius.tools.verify import crash as verb
 from crius.tools.verify.crash import crash
 from crius.tools.verify.crash_record import Journal, Record, state_of, tree_of
@@ -58,6 +62,10 @@ def test_a_run_that_is_stopped_survives_a_kill_after_each_of_its_writes(monkeypa
     monkeypatch.setattr(verb, "crashes", lambda *words: (state for state in crashes(*words) if state.kind == "prefix"))
     assert crash(main, writers="signal") == 0
     assert capsys.readouterr().out.endswith(": ok\n")
+
+
+def test_a_report_that_replaces_another_survives_every_crash(capsys):
+    assert crash(main, writers="report") == 0, capsys.readouterr().out
 
 
 class NoSync:
@@ -121,6 +129,30 @@ def test_a_planted_fault_of_a_save_is_found(plant, says, monkeypatch, capsys):
     assert crash(main, writers="train") == 1
     found = capsys.readouterr().out
     assert re.search(says, found), found
+
+
+@contextlib.contextmanager
+def in_place(out):
+    """``new_folder`` whose folder has its final name at once."""
+    place = Path(out)
+    place.mkdir(exist_ok=True)
+    yield place
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("writer", "module", "name", "plant"),
+    [
+        ("export", exporting, "new_folder", in_place),
+        ("import", importing, "new_folder", in_place),
+        ("text", prepare, "new_folder", in_place),
+        ("export", whole, "sync", bool),
+    ],
+)
+def test_a_planted_fault_of_a_writer_of_a_folder_is_found(writer, module, name, plant, monkeypatch, capsys):
+    monkeypatch.setattr(module, name, plant)
+    assert crash(main, writers=writer) == 1
+    assert "made is there, but not all of it" in capsys.readouterr().out
 
 
 @pytest.mark.slow

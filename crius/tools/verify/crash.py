@@ -1,6 +1,7 @@
 """``crius verify crash``: every state that a crash can leave in the folder of a writer, and the writer's next start."""
 
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -11,44 +12,96 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from crius.checkpoint.folder import FEWEST
-from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
-from crius.launch.environment import single_placement
 from crius.tools.verify.crash_record import Journal, Tree, state_of, tree_of, watch
 from crius.tools.verify.crash_states import Crash, crashes
 from crius.tools.verify.worker import speak_to
-from crius.train import job
 from crius.train.checkpoints import Checkpoints
 from crius.train.loop import Loop
 
 DRAWN = 20
-"""States of a run that are resumed to its end."""
+"""States of a run that are resumed to its end; half as many for several ranks, which take twice as long."""
 _STEP = re.compile(r"checkpoints/step-[0-9]+(/|$)")
+_NEW = re.compile(rb'^{"digest": "[^"]*"|import-[0-9a-f]{8}|"written":[0-9.]+')
+"""What each start writes anew: id and hash of an import, time of a report."""
+_FILES = {
+    "text.txt": "A crash shows what is on the disk. " * 50,
+    "chat.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+    "tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "</s>": 2}, "merges": []}}',
+    "chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}",
+}
 _TRAIN = (
     "train --job.run_dir out --steps 2 --seq_len 8 --batch 2 --model.num_layers 1 --model.dim 8 --model.num_heads 2 "
     "--model.num_kv_heads 1 --model.vocab_size 257 --data.source text --data.path text.txt --data.cache_dir cache "
-    "--tokenizer.path byte --training.device cpu --validation.interval 0 --checkpoint.interval 1"
+    "--tokenizer.path byte --training.device cpu --validation.interval 0 --checkpoint.interval 1 "
+    "--metrics.enable_report false"
 )
-_LAYOUTS = {"fsdp2": "--layout fsdp2", "experts": "--layout fsdp2_ep2", "pipeline": "--layout pp2"}
-"""Flags for several ranks of writers. The next start is on one rank."""
+_BASE = f"{_TRAIN} --job.run_dir base"
+_LORA = f"{_TRAIN} --checkpoint.init_from base --lora.rank 2"
+
+
+class Writer(NamedTuple):
+    """What writes into the folder ``out``.
+
+    Attributes:
+        command: its command line, which is also that of the next start.
+        before: command lines that write what it reads.
+        first: command line whose result it replaces.
+        layout: flags for several ranks. The next start is on one rank.
+        start: function that the command calls with the start of its work; empty: the command is tried as a whole.
+        target: what it makes at once in ``out``; empty: it trains.
+        most: states to try, of those drawn by seed.
+    """
+
+    command: str
+    before: Sequence[str] = ()
+    first: str = ""
+    layout: str = ""
+    start: str = "crius.train.job.run"
+    target: str = ""
+    most: int = 10_000
+
+
+def _maker(command: str, *before: str, target: str = "made", start: str = "", **named: Any) -> Writer:
+    return Writer(f"{command} out/{target}", before, target=target, start=start, **named)
+
+
+_PREPARE = "data prepare --num_workers 1 --data.source"
 SIGNAL = "signal"
 """Writer that gets SIGTERM after a step."""
 WRITERS = {
-    "train": f"{_TRAIN} --steps 3 --checkpoint.keep_last 2",  # removes a checkpoint
-    SIGNAL: f"{_TRAIN} --checkpoint.interval 0 --checkpoint.enable",
-    "fsdp2": _TRAIN,
-    "experts": f"{_TRAIN} --model.name qwen3_moe",
-    "pipeline": f"{_TRAIN} --model.num_layers 2",
+    # removes a checkpoint
+    "train": Writer(f"{_TRAIN} --steps 3 --checkpoint.keep_last 2 --metrics.enable_report true"),
+    SIGNAL: Writer(f"{_TRAIN} --checkpoint.interval 0 --checkpoint.enable"),
+    "fsdp2": Writer(_TRAIN, layout="--layout fsdp2"),
+    "lora": Writer(_LORA, [_BASE]),
+    "experts": Writer(f"{_TRAIN} --model.name qwen3_moe", layout="--layout fsdp2_ep2"),
+    "pipeline": Writer(f"{_TRAIN} --model.num_layers 2", layout="--layout pp2"),
+    "import": _maker("import model", _BASE, "export base model"),
+    "export": _maker("export base", _BASE),
+    "adapters": _maker("export lora", _BASE, f"{_LORA} --job.run_dir lora"),
+    "text": _maker(f"{_PREPARE} text --data.path text.txt --tokenizer.path byte", start="crius.data.prepare.prepare"),
+    "chat": _maker(
+        f"{_PREPARE} jsonl --data.format chat --data.path chat.jsonl --tokenizer.path .",
+        start="crius.data.prepare.prepare",
+        most=80,  # each starts two processes that render
+    ),
+    "report": _maker(
+        "report base --out",
+        _BASE,
+        f"{_BASE} --job.run_dir other",
+        target="report.html",
+        first="report other --out out/report.html",
+    ),
 }
-"""Command lines that write into the folder ``out``."""
+"""Writers by name."""
 
 Main = Callable[[Sequence[str]], int]
 
@@ -108,37 +161,51 @@ class Trial:
         self._folder = folder
         self._out = folder / "out"
         self._name = name
+        self._writer = WRITERS[name]
         self._main = main
         self._drawn = drawn
         self._whole: Tree = {}  # and checkpoints that were removed
+        self._made: list[Tree] = []
 
     def problem(self) -> str:
         """The first state that is not recovered, and why; empty if all are."""
-        (self._folder / "text.txt").write_text("A crash shows what is on the disk. " * 50)
+        for name, text in _FILES.items():
+            (self._folder / name).write_text(text)
         self._out.mkdir()
+        commands = [words for words in (self._writer.first, self._writer.command) if words]
+        for words in self._writer.before:
+            self._forked(partial(self._end, words))
+        for words in commands if self._writer.target else ():
+            self._forked(partial(self._end, words))
+            self._made.append(self._tree())
+        self._fill({})
         journal = Journal(self._out)
-        self._forked(self._recorded, journal.note)
+        self._forked(partial(self._recorded, commands), journal.note)
         for held in journal.held:
             os.close(held)
+        if not journal.records:
+            return "nothing is written"
         states = list(self._states(journal))
+        chosen = self._drawn.sample(range(len(states)), min(self._writer.most, len(states)))
+        states = [states[number] for number in sorted(chosen)]
+        self.counts["tried"] = len(states)
         problem = self._forked(partial(self._started, states))
         if problem != "":
             return problem or "the start ended at once"
-        wanted = self._bits({})
-        for state in self._drawn.sample(states, min(DRAWN, len(states))):
-            if self._bits(state.tree) != wanted:
-                return f"{state.what}: the run ends with other bits"
-        return ""
+        return "" if self._writer.target else self._resumed(states)
 
-    def _end(self) -> None:
-        self._main(shlex.split(f"{WRITERS[self._name]} {_LAYOUTS.get(self._name, '')}"))
+    def _end(self, words: str) -> int:
+        if self._writer.target:
+            sys.modules["transformers"] = None  # type: ignore[assignment] # does not compare logits, which takes seconds
+        return self._main(shlex.split(words))
 
-    def _recorded(self) -> None:
+    def _recorded(self, commands: Sequence[str]) -> None:
         if self._name == SIGNAL:
             step = _then(Loop._step, lambda loop: os.kill(os.getpid(), signal.SIGTERM))
             Loop._step = step  # type: ignore[method-assign, assignment]
         watch(self._tell)
-        self._end()
+        for words in commands:
+            self._end(f"{words} {self._writer.layout}")
 
     def _states(self, journal: Journal) -> Iterator[Crash]:
         """The different states to try."""
@@ -155,30 +222,51 @@ class Trial:
                 seen.add(key)
                 yield state
         self._whole |= end
-        self.counts["tried"] = len(seen)
+        self.counts["different"] = len(seen)
 
     def _started(self, states: Sequence[Crash]) -> None:
         """Tell of the first state in which a start takes or leaves what is wrong; an empty text: there is none."""
-        run = job.run
+        logging.disable()
+        Checkpoints.find = _then(Checkpoints.find, _choose)  # type: ignore[method-assign, assignment]
+        start = partial(self._end, self._writer.command)
 
-        def try_all(config: RunConfig, *words: Any, **named: Any) -> None:
-            logging.disable()
-            Checkpoints.find = _then(Checkpoints.find, _choose)  # type: ignore[method-assign, assignment]
+        def try_all(start: Callable[[], object]) -> None:
+            check = self._problem_of_made if self._writer.target else self._problem_of_run
             problem = ""
             for state in states:
-                if problem := self._problem_of(state, partial(run, config)):
+                self._fill(state.tree)
+                if problem := check(state, start):
                     problem = f"{state.what}: {problem}"
                     break
             self._tell(problem)
 
-        setattr(job, "run", try_all)  # noqa: B010
-        self._fill({})
-        self._main(shlex.split(WRITERS[self._name]))
+        if self._writer.start:
+            self._fill({})
+            _replace(self._writer.start, try_all)
+            start()
+        else:
+            try_all(start)
 
-    def _problem_of(self, state: Crash, run: Callable[..., None]) -> str:
-        self._fill(state.tree)
+    def _problem_of_made(self, state: Crash, start: Callable[[], object]) -> str:
+        finished = _still(self._made[-1])
+        there = {path: data for path, data in _still(state.tree).items() if Path(path).parts[0] == self._writer.target}
+        if there and there not in map(_still, self._made):
+            return f"{self._writer.target} is there, but not all of it"
+        problem = ""
         try:
-            run(Path("out"), time.monotonic(), single_placement())
+            code = start()
+        except CriusError as error:
+            code = error.exit_code
+            problem = error.what
+        if code in (1, 2) and there != finished:
+            return f"the next start is refused: {problem}"
+        tree = _still(self._tree())
+        wrong = sorted(path for path in tree | finished if tree.get(path) != finished.get(path))
+        return f"the next start leaves a wrong {wrong[0]}" if wrong else ""
+
+    def _problem_of_run(self, state: Crash, start: Callable[[], object]) -> str:
+        try:
+            start()
         except _Chosen as chosen:
             taken = str(chosen)
         except CriusError as error:
@@ -193,10 +281,33 @@ class Trial:
         left = sorted(path for path in tree.keys() - self._whole.keys() if not path.startswith("logs/"))
         return f"{left[0]} is left" if left else ""
 
-    def _bits(self, tree: Tree) -> object:
-        """Bits of the tensors at the end of a run that starts in a state."""
-        self._fill(tree)
-        self._forked(self._end)
+    def _resumed(self, states: Sequence[Crash]) -> str:
+        """The first of some states in which the run ends with other bits."""
+        drawn = DRAWN // 2 if self._writer.layout else DRAWN
+        tried = [Crash("", "", {}, ()), *self._drawn.sample(states, min(drawn, len(states)))]
+        self.counts["resumed"] = len(tried) - 1
+        ends = list[object]()
+        self._forked(partial(self._ended, tried), ends.append)
+        wrong = [state.what for state, bits in zip(tried, ends, strict=True) if bits != ends[0]]
+        return f"{wrong[0]}: the run ends with other bits" if wrong else ""
+
+    def _ended(self, states: Sequence[Crash]) -> None:
+        """Tell the bits of the tensors at the end of a run that starts in each state. The command is parsed once."""
+
+        def end_each(start: Callable[[], Any]) -> Any:
+            for state in states:
+                self._fill(state.tree)
+                child = os.fork()
+                if not child:
+                    return start()
+                os.waitpid(child, 0)
+                self._tell(self._bits())
+            os._exit(0)
+
+        _replace("crius.launch.environment.joined_placement", end_each)
+        self._end(f"{self._writer.command} {self._writer.layout}")
+
+    def _bits(self) -> object:
         there = self._tree()
         newest = max(_steps(there), default="").rpartition("/")[0]
         return [there[path] for path in sorted(there) if path.startswith(newest) and path.endswith(".safetensors")]
@@ -239,6 +350,18 @@ class Trial:
                 here.send(None)
         process.join()
         return told
+
+
+def _replace(place: str, call: Callable[[Callable[[], Any]], object]) -> None:
+    """Give ``call`` each call of the function at ``place`` as a call without arguments."""
+    module, _, name = place.rpartition(".")
+    old = getattr(importlib.import_module(module), name)
+    setattr(sys.modules[module], name, lambda *words, **named: call(partial(old, *words, **named)))
+
+
+def _still(tree: Tree) -> Tree:
+    """``tree`` without what each start writes anew."""
+    return {path: data and _NEW.sub(b"", data) for path, data in tree.items()}
 
 
 def _steps(tree: Tree) -> Tree:

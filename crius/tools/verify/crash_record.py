@@ -73,7 +73,7 @@ class Journal:
                     moved[now.get(key, number)][key] = now.get(key)
         for number, changes in moved.items():
             kind = "rename" if number in now else "remove"
-            folders = {folder for folder, _ in changes}
+            folders = {folder for (folder, _), to in changes.items() if to or kind == "remove"}  # of new names
             if number not in before:
                 kind = "make"
                 changes[number] = now[number] and b""
