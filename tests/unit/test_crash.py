@@ -16,7 +16,9 @@ from crius.checkpoint.folder import CheckpointFolder, expendable
 from crius.cli import main
 from crius.data import prepare
 from crius.new_folder import sync
+from crius.run_file import write_whole
 from crius.tools.convert import exporting, importing
+from crius.tools.report import page, sweep
 from crius.tools.verify import crash as verb
 from crius.tools.verify.crash import crash
 from crius.tools.verify.crash_record import Journal, Record, state_of, tree_of
@@ -58,7 +60,7 @@ def test_a_crash_loses_what_no_sync_made_durable_and_nothing_else():
 
 
 def test_a_run_that_is_stopped_survives_a_kill_after_each_of_its_writes(monkeypatch, capsys):
-    monkeypatch.setattr(verb, "DRAWN", 2)
+    monkeypatch.setitem(verb.WRITERS, "signal", verb.WRITERS["signal"]._replace(drawn=2))
     monkeypatch.setattr(verb, "crashes", lambda *words: (state for state in crashes(*words) if state.kind == "prefix"))
     assert crash(main, writers="signal") == 0
     assert capsys.readouterr().out.endswith(": ok\n")
@@ -139,20 +141,35 @@ def in_place(out):
     yield place
 
 
+def unsynced(path, text, **named):
+    write_whole(path, text)
+
+
+HALF = "is there, but not all of it"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("writer", "module", "name", "plant"),
+    ("writer", "module", "name", "plant", "says"),
     [
-        ("export", exporting, "new_folder", in_place),
-        ("import", importing, "new_folder", in_place),
-        ("text", prepare, "new_folder", in_place),
-        ("export", whole, "sync", bool),
+        ("export", exporting, "new_folder", in_place, HALF),
+        ("import", importing, "new_folder", in_place, HALF),
+        ("text", prepare, "new_folder", in_place, HALF),
+        ("export", whole, "sync", bool, HALF),
+        ("report", page, "write_whole", unsynced, HALF),
+        (
+            "sweep",
+            sweep,
+            "write_whole",
+            unsynced,
+            "the next start is refused: out/lr_1e-3 is a run",
+        ),
     ],
 )
-def test_a_planted_fault_of_a_writer_of_a_folder_is_found(writer, module, name, plant, monkeypatch, capsys):
+def test_a_planted_fault_of_a_writer_is_found(writer, module, name, plant, says, monkeypatch, capsys):
     monkeypatch.setattr(module, name, plant)
     assert crash(main, writers=writer) == 1
-    assert "made is there, but not all of it" in capsys.readouterr().out
+    assert says in capsys.readouterr().out
 
 
 @pytest.mark.slow

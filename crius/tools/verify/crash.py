@@ -26,8 +26,6 @@ from crius.tools.verify.worker import speak_to
 from crius.train.checkpoints import Checkpoints
 from crius.train.loop import Loop
 
-DRAWN = 20
-"""States of a run that are resumed to its end; half as many for several ranks, which take twice as long."""
 _STEP = re.compile(r"checkpoints/step-[0-9]+(/|$)")
 _NEW = re.compile(rb'^{"digest": "[^"]*"|import-[0-9a-f]{8}|"written":[0-9.]+')
 """What each start writes anew: id and hash of an import, time of a report."""
@@ -56,6 +54,7 @@ class Writer(NamedTuple):
         first: command line whose result it replaces.
         layout: flags for several ranks. The next start is on one rank.
         start: function that the command calls with the start of its work; empty: the command is tried as a whole.
+        drawn: states to resume to the end of a run.
         target: what it makes at once in ``out``; empty: it trains.
         most: states to try, of those drawn by seed.
     """
@@ -65,6 +64,7 @@ class Writer(NamedTuple):
     first: str = ""
     layout: str = ""
     start: str = "crius.train.job.run"
+    drawn: int = 20
     target: str = ""
     most: int = 10_000
 
@@ -76,14 +76,15 @@ def _maker(command: str, *before: str, target: str = "made", start: str = "", **
 _PREPARE = "data prepare --num_workers 1 --data.source"
 SIGNAL = "signal"
 """Writer that gets SIGTERM after a step."""
+SWEEP = "sweep"
 WRITERS = {
     # removes a checkpoint
     "train": Writer(f"{_TRAIN} --steps 3 --checkpoint.keep_last 2 --metrics.enable_report true"),
     SIGNAL: Writer(f"{_TRAIN} --checkpoint.interval 0 --checkpoint.enable"),
-    "fsdp2": Writer(_TRAIN, layout="--layout fsdp2"),
+    "fsdp2": Writer(_TRAIN, layout="--layout fsdp2", drawn=10),
     "lora": Writer(_LORA, [_BASE]),
-    "experts": Writer(f"{_TRAIN} --model.name qwen3_moe", layout="--layout fsdp2_ep2"),
-    "pipeline": Writer(f"{_TRAIN} --model.num_layers 2", layout="--layout pp2"),
+    "experts": Writer(f"{_TRAIN} --model.name qwen3_moe", layout="--layout fsdp2_ep2", drawn=10),
+    "pipeline": Writer(f"{_TRAIN} --model.num_layers 2", layout="--layout pp2", drawn=10),
     "import": _maker("import model", _BASE, "export base model"),
     "export": _maker("export base", _BASE),
     "adapters": _maker("export lora", _BASE, f"{_LORA} --job.run_dir lora"),
@@ -100,10 +101,17 @@ WRITERS = {
         target="report.html",
         first="report other --out out/report.html",
     ),
+    SWEEP: Writer(
+        f"{_TRAIN.replace('train', 'sweep', 1)} --checkpoint.interval 0 --checkpoint.enable --optimizer.lr 1e-3,2e-3",
+        start="crius.cli.sweep.note_trials",
+        drawn=5,
+    ),
 }
 """Writers by name."""
 
 Main = Callable[[Sequence[str]], int]
+Call = partial[Any]
+"""A function and the arguments that it is called with."""
 
 
 def crash(main: Main, *, writers: str = "", seed: int = 1) -> int:
@@ -197,7 +205,16 @@ class Trial:
     def _end(self, words: str) -> int:
         if self._writer.target:
             sys.modules["transformers"] = None  # type: ignore[assignment] # does not compare logits, which takes seconds
+        if self._name == SWEEP:
+            _replace("crius.tools.report.sweep.train", self._train)
         return self._main(shlex.split(words))
+
+    def _train(self, call: Call) -> int:
+        """Train a run of a sweep in a fork of this process."""
+        child = os.fork()
+        if not child:
+            os._exit(self._main(["train", *call.args[0]]))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def _recorded(self, commands: Sequence[str]) -> None:
         if self._name == SIGNAL:
@@ -228,10 +245,12 @@ class Trial:
         """Tell of the first state in which a start takes or leaves what is wrong; an empty text: there is none."""
         logging.disable()
         Checkpoints.find = _then(Checkpoints.find, _choose)  # type: ignore[method-assign, assignment]
-        start = partial(self._end, self._writer.command)
+        start: Call = partial(self._end, self._writer.command)
 
-        def try_all(start: Callable[[], object]) -> None:
+        def try_all(start: Call) -> None:
             check = self._problem_of_made if self._writer.target else self._problem_of_run
+            if self._name == SWEEP:
+                check = self._problem_of_sweep
             problem = ""
             for state in states:
                 self._fill(state.tree)
@@ -247,7 +266,7 @@ class Trial:
         else:
             try_all(start)
 
-    def _problem_of_made(self, state: Crash, start: Callable[[], object]) -> str:
+    def _problem_of_made(self, state: Crash, start: Call) -> str:
         finished = _still(self._made[-1])
         there = {path: data for path, data in _still(state.tree).items() if Path(path).parts[0] == self._writer.target}
         if there and there not in map(_still, self._made):
@@ -264,7 +283,7 @@ class Trial:
         wrong = sorted(path for path in tree | finished if tree.get(path) != finished.get(path))
         return f"the next start leaves a wrong {wrong[0]}" if wrong else ""
 
-    def _problem_of_run(self, state: Crash, start: Callable[[], object]) -> str:
+    def _problem_of_run(self, state: Crash, start: Call) -> str:
         try:
             start()
         except _Chosen as chosen:
@@ -281,10 +300,29 @@ class Trial:
         left = sorted(path for path in tree.keys() - self._whole.keys() if not path.startswith("logs/"))
         return f"{left[0]} is left" if left else ""
 
+    def _problem_of_sweep(self, state: Crash, start: Call) -> str:
+        chosen = []
+        report = importlib.import_module("crius.tools.report.sweep")
+        report.train = lambda words, *rest, **named: chosen.append(words)  # type: ignore[attr-defined]
+        trials = start.args[1]
+        try:
+            start()
+        except CriusError as error:
+            return f"the next start is refused: {error.what}"
+        report.train_all(trials, (), is_quiet=False)
+        tree = self._tree()
+        for trial in (trial for trial in trials if trial.words not in chosen):
+            steps = {path: data for path, data in self._whole.items() if path.startswith(f"{trial.folder.name}/check")}
+            if not steps.items() <= tree.items():
+                return f"{trial.folder} counts as finished without its checkpoint"
+        own = {path for path in tree if "/" not in path and path not in self._whole}
+        if own or tree[".sweep.json"] != self._whole[".sweep.json"]:
+            return f"{min(own, default='.sweep.json')} is left"
+        return ""
+
     def _resumed(self, states: Sequence[Crash]) -> str:
         """The first of some states in which the run ends with other bits."""
-        drawn = DRAWN // 2 if self._writer.layout else DRAWN
-        tried = [Crash("", "", {}, ()), *self._drawn.sample(states, min(drawn, len(states)))]
+        tried = [Crash("", "", {}, ()), *self._drawn.sample(states, min(self._writer.drawn, len(states)))]
         self.counts["resumed"] = len(tried) - 1
         ends = list[object]()
         self._forked(partial(self._ended, tried), ends.append)
@@ -294,7 +332,7 @@ class Trial:
     def _ended(self, states: Sequence[Crash]) -> None:
         """Tell the bits of the tensors at the end of a run that starts in each state. The command is parsed once."""
 
-        def end_each(start: Callable[[], Any]) -> Any:
+        def end_each(start: Call) -> Any:
             for state in states:
                 self._fill(state.tree)
                 child = os.fork()
@@ -304,13 +342,16 @@ class Trial:
                 self._tell(self._bits())
             os._exit(0)
 
-        _replace("crius.launch.environment.joined_placement", end_each)
+        place = "crius.launch.environment.joined_placement"
+        if self._name == SWEEP:
+            place = self._writer.start
+        _replace(place, end_each)
         self._end(f"{self._writer.command} {self._writer.layout}")
 
     def _bits(self) -> object:
-        there = self._tree()
-        newest = max(_steps(there), default="").rpartition("/")[0]
-        return [there[path] for path in sorted(there) if path.startswith(newest) and path.endswith(".safetensors")]
+        tensors = {Path(path): data for path, data in self._tree().items() if path.endswith(".safetensors")}
+        newest = max((path.parent.name for path in tensors), default="")
+        return [tensors[path] for path in sorted(tensors) if path.parent.name == newest]
 
     def _tree(self) -> Tree:
         return tree_of(state_of(self._out), self._out.stat().st_ino)
@@ -352,8 +393,8 @@ class Trial:
         return told
 
 
-def _replace(place: str, call: Callable[[Callable[[], Any]], object]) -> None:
-    """Give ``call`` each call of the function at ``place`` as a call without arguments."""
+def _replace(place: str, call: Callable[[Call], object]) -> None:
+    """Give each call of the function at ``place``, with its arguments, to ``call``."""
     module, _, name = place.rpartition(".")
     old = getattr(importlib.import_module(module), name)
     setattr(sys.modules[module], name, lambda *words, **named: call(partial(old, *words, **named)))
