@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import re
 import stat
 from pathlib import Path
@@ -22,7 +23,7 @@ from crius.tools.report import page, sweep
 from crius.tools.verify import crash as verb
 from crius.tools.verify.crash import crash
 from crius.tools.verify.crash_record import Journal, Record, state_of, tree_of
-from crius.tools.verify.crash_states import crashes
+from crius.tools.verify.crash_states import crashes, in_other_orders
 from crius.train.saving import remember
 
 
@@ -57,6 +58,15 @@ def test_a_crash_loses_what_no_sync_made_durable_and_nothing_else():
 
     whole = b"text"
     assert [left(count) for count in (1, 2, 3, 4)] == [{None, b""}, {None, b"", b"te", whole}, {None, whole}, {whole}]
+
+
+def test_other_orders_keep_that_of_each_rank_and_that_around_a_commit():
+    names = ["rank-0", "rank-1", "b", "rename step-1", "c", "rank-1 again"]
+    records = [Record(name, {(1, name): 2, 2: b""}, {1}, rank="rank-1" in name) for name in names]
+    found = {tuple(crash.tree) for crash in in_other_orders(records, 1, random.Random(1)) if len(crash.tree) == 6}
+    assert len(found) > 3
+    for order in found:
+        assert order.index("rank-0") < order.index("b") < order.index("rename step-1") == 3
 
 
 def test_a_run_that_is_stopped_survives_a_kill_after_each_of_its_writes(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import logging
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 from crius.checkpoint.folder import FEWEST
 from crius.errors import ConfigError, CriusError
 from crius.tools.verify.crash_record import Journal, Tree, state_of, tree_of, watch
-from crius.tools.verify.crash_states import Crash, crashes
+from crius.tools.verify.crash_states import Crash, crashes, in_other_orders
 from crius.tools.verify.worker import speak_to
 from crius.train.checkpoints import Checkpoints
 from crius.train.loop import Loop
@@ -188,7 +189,7 @@ class Trial:
             self._made.append(self._tree())
         self._fill({})
         journal = Journal(self._out)
-        self._forked(partial(self._recorded, commands), journal.note)
+        self._forked(partial(self._recorded, commands), lambda told: journal.note(*told))
         for held in journal.held:
             os.close(held)
         if not journal.records:
@@ -229,7 +230,10 @@ class Trial:
         self.counts["records"] = sum(bool(record.changes) for record in journal.records)
         seen = set()
         end: Tree = {}
-        for state in crashes(journal.records, journal.root):
+        found = crashes(journal.records, journal.root)
+        if self._writer.layout:
+            found = itertools.chain(found, in_other_orders(journal.records, journal.root, self._drawn))
+        for state in found:
             self.counts[state.kind] += 1
             if state.kind == "prefix":
                 end = state.tree
@@ -303,7 +307,7 @@ class Trial:
     def _problem_of_sweep(self, state: Crash, start: Call) -> str:
         chosen = []
         report = importlib.import_module("crius.tools.report.sweep")
-        report.train = lambda words, *rest, **named: chosen.append(words)  # type: ignore[attr-defined]
+        report.train = lambda words, stops, is_quiet: chosen.append(words)  # type: ignore[attr-defined]
         trials = start.args[1]
         try:
             start()
@@ -315,10 +319,8 @@ class Trial:
             steps = {path: data for path, data in self._whole.items() if path.startswith(f"{trial.folder.name}/check")}
             if not steps.items() <= tree.items():
                 return f"{trial.folder} counts as finished without its checkpoint"
-        own = {path for path in tree if "/" not in path and path not in self._whole}
-        if own or tree[".sweep.json"] != self._whole[".sweep.json"]:
-            return f"{min(own, default='.sweep.json')} is left"
-        return ""
+        wrong = [path for path in tree if "/" not in path and tree[path] != self._whole.get(path, b"")]
+        return f"the next start leaves a wrong {wrong[0]}" if wrong else ""
 
     def _resumed(self, states: Sequence[Crash]) -> str:
         """The first of some states in which the run ends with other bits."""
@@ -342,10 +344,8 @@ class Trial:
                 self._tell(self._bits())
             os._exit(0)
 
-        place = "crius.launch.environment.joined_placement"
-        if self._name == SWEEP:
-            place = self._writer.start
-        _replace(place, end_each)
+        is_sweep = self._name == SWEEP
+        _replace(self._writer.start if is_sweep else "crius.launch.environment.joined_placement", end_each)
         self._end(f"{self._writer.command} {self._writer.layout}")
 
     def _bits(self) -> object:

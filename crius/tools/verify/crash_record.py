@@ -2,11 +2,14 @@
 
 import multiprocessing
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import distributed as dist
 
 from crius.untrusted import HUGE, read_named
 
@@ -29,12 +32,14 @@ class Record(NamedTuple):
         changes: what it changes; empty: a sync.
         numbers: files and folders whose sync makes it durable; of a sync, what was synced.
         is_list: whether it is the sync of a folder.
+        rank: rank that told of it. What a library writes has the rank in the name of its file.
     """
 
     what: str
     changes: State
     numbers: set[int]
     is_list: bool = False
+    rank: int = 0
 
 
 class Journal:
@@ -56,8 +61,8 @@ class Journal:
         self._folder = folder
         self._state: State = {}
 
-    def note(self, synced: int) -> None:
-        """Record what has changed since the last call, and a sync of the file or folder with this number."""
+    def note(self, synced: int, rank: int = 0) -> None:
+        """Record what has changed since the last call, and a sync of the file or folder with this number, by a rank."""
         before = self._state
         now = state_of(self._folder)
         for path in self._folder.rglob("*"):
@@ -79,28 +84,33 @@ class Journal:
                 changes[number] = now[number] and b""
             elif now.get(number, b"") is None:  # a folder that was renamed was made
                 changes[number] = None
-            self.records.append(Record(f"{kind} {names[number]}", changes, folders))
+            self._add(f"{kind} {names[number]}", changes, folders, rank)
         for number, data in now.items():
             if isinstance(data, bytes) and data != before.get(number, b""):
-                self.records.append(Record(f"write {names[number]}", {number: data}, {number}))
+                self._add(f"write {names[number]}", {number: data}, {number}, rank)
         if synced:
             is_list = now.get(synced) is None
-            self.records.append(Record("sync folder" if is_list else "sync file", {}, {synced}, is_list))
+            self.records.append(Record("sync folder" if is_list else "sync file", {}, {synced}, is_list, rank))
+
+    def _add(self, what: str, changes: State, numbers: set[int], rank: int) -> None:
+        named = re.search("rank-([0-9]+)", what)
+        self.records.append(Record(what, changes, numbers, rank=int(named[1]) if named else rank))
 
 
-def watch(tell: Callable[[int], object]) -> None:
+def watch(tell: Callable[[tuple[int, int]], object]) -> None:
     """Call ``tell`` before and after each change and sync of this process and of those that it will fork.
 
     Args:
-        tell: gets the number of the file or folder that was synced, or 0.
+        tell: gets the number of the file or folder that was synced, or 0, and the rank of the process.
     """
     lock = multiprocessing.get_context("fork").Lock()
 
     def told(call: Callable[..., Any], *words: Any, **named: Any) -> Any:
+        rank = dist.get_rank() if dist.is_initialized() else 0
         with lock:
-            tell(0)
+            tell((0, rank))
             done = call(*words, **named)
-            tell(os.fstat(words[0]).st_ino if call.__name__ == "fsync" else 0)
+            tell((os.fstat(words[0]).st_ino if call.__name__ == "fsync" else 0, rank))
         return done
 
     for name in _CALLS:

@@ -1,11 +1,14 @@
 """States of a folder after a crash: of the changes that no sync made durable, any may be missing."""
 
+import itertools
+import random
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from crius.tools.verify.crash_record import Record, State, Tree, tree_of
 
+_BOUND = re.compile("(make|rename) (step-|logs|data|checkpoints)")
 _COMMIT = re.compile("rename step-[0-9]+")
 
 
@@ -13,7 +16,8 @@ class Crash(NamedTuple):
     """A state that a crash can leave.
 
     Attributes:
-        kind: prefix: of the records; loss: one of them is missing, or half of it; swap: one came before another.
+        kind: prefix: of the records; loss: one of them is missing, or half of it; swap: one came before another; order:
+            prefix of another order of the ranks.
         what: the state in words.
         tree: content of the folder.
         durable: paths of committed checkpoints that it cannot undo.
@@ -80,3 +84,27 @@ def tree_after(records: Sequence[Record], root: int) -> Tree:
     for record in records:
         state |= record.changes
     return tree_of(state, root)
+
+
+def in_other_orders(records: Sequence[Record], root: int, drawn: random.Random) -> Iterator[Crash]:
+    """Prefixes of 10 orders of the records of several ranks. Each rank keeps its order, and all keep theirs around a
+    commit and around new folders, for which ranks wait.
+
+    Args:
+        records: the records, in the order in which they were told.
+        root: number of the folder.
+        drawn: random numbers.
+    """
+    for _ in range(10):
+        order = list[Record]()
+        for _, group in itertools.groupby(records, key=lambda record: bool(_BOUND.match(record.what))):
+            waiting = list(group)
+            ranks = [record.rank for record in waiting]
+            drawn.shuffle(ranks)
+            for rank in ranks:
+                record = next(record for record in waiting if record.rank == rank)
+                waiting.remove(record)
+                order.append(record)
+        for crash in crashes(order, root):
+            if crash.kind == "prefix":
+                yield crash._replace(kind="order", what=f"another order, {crash.what}")
