@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Placement:
     local_world_size: int
     launcher: Literal["single", "local", "torchrun", "slurm"]
     rendezvous: str = ""
-    """How ranks meet: "" alone, ``file:<path>`` by FileStore, ``env`` by env://, ``tcp:<host>:<port>`` by TCPStore."""
+    """How ranks meet: "" alone, ``file:<path>`` by FileStore, ``tcp:<host>:<port>`` by TCPStore."""
     log_dir: Path | None = None
     """Folder of ``rank-N.log`` and ``rank-N.error.json``; None until ``run_single`` or ``run_workers`` sets it."""
     attempt: int = 0
@@ -87,9 +88,9 @@ def _torchrun_placement(environ: Mapping[str, str]) -> Placement:
             why="a launcher such as torchrun sets all of " + ", ".join(_TORCHRUN),
             fix=f"unset {' '.join(found)} to start local workers, or start this with torchrun --nproc_per_node N",
         )
-    _integer(environ, "MASTER_PORT")
+    meeting = f"tcp:{environ['MASTER_ADDR']}:{_integer(environ, 'MASTER_PORT')}"
     rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in _COUNTS)
-    return _checked(Placement(rank, local_rank, world_size, local_world_size, "torchrun", "env"), "RANK, LOCAL_RANK")
+    return _checked(Placement(rank, local_rank, world_size, local_world_size, "torchrun", meeting), "RANK, LOCAL_RANK")
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -160,11 +161,15 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
         if node < len(counts):
             return counts[node]
         raise EnvironmentError(f"SLURM_NODEID={node} is outside SLURM_TASKS_PER_NODE, a list of {len(counts)} nodes.")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    nodes = _slurm_nodes(environ)
     is_one_node = environ["SLURM_NNODES"] == "1" if "SLURM_NNODES" in environ else first_host(nodes) == nodes
     if "SLURM_NTASKS_PER_NODE" not in environ and is_one_node:
         return _slurm_num_tasks(environ)
     return _integer(environ, "SLURM_NTASKS_PER_NODE")
+
+
+def _slurm_nodes(environ: Mapping[str, str]) -> str:
+    return environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
 
 
 def _slurm_first_node(environ: Mapping[str, str]) -> str:
@@ -173,11 +178,9 @@ def _slurm_first_node(environ: Mapping[str, str]) -> str:
     The node list has precedence over ``SLURM_LAUNCH_NODE_IPADDR``, which is the host where ``srun`` was typed: after
     ``salloc`` it can be a login node without any rank.
     """
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
-        if environ.get(name):
-            return first_host(environ[name])
-    if environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        return environ["SLURM_LAUNCH_NODE_IPADDR"]
+    host = first_host(_slurm_nodes(environ)) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if host:
+        return host
     raise EnvironmentError(
         "the host of rank 0 is unknown: SLURM_JOB_NODELIST is not set.", fix="export MASTER_ADDR=<host of rank 0>"
     )
@@ -200,6 +203,17 @@ def hosts(nodelist: str) -> Iterator[str]:
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list."""
     return next(hosts(nodelist), "")
+
+
+def hosts_of_ranks(place: Placement, environ: Mapping[str, str]) -> dict[int, str]:
+    """The host of each rank, as far as this process knows it."""
+    if place.launcher == "slurm":
+        by_node = zip(hosts(_slurm_nodes(environ)), _slurm_task_counts(environ), strict=False)
+        is_by_node = environ.get("SLURM_DISTRIBUTION", "block").startswith("block")
+        return dict(enumerate(node for node, count in by_node for _ in range(count))) if is_by_node else {}
+    first = place.rank - place.local_rank
+    here = dict.fromkeys(range(first, first + place.local_world_size), platform.node())
+    return {0: environ.get("MASTER_ADDR", "")} | here
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,6 +33,8 @@ got it too and passes it on."""
 LAUNCHER_ECHO_SECONDS = 0.25
 """Seconds in which two signals are one request: ``timeout`` sends its signal to its child and then to the whole
 group."""
+
+_UNWIND_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,39 @@ class StopRequest:
         finally:
             self.ends = False
 
+    @contextlib.contextmanager
+    def ending_soon(self) -> Iterator[None]:
+        """As ``ending``, and within 2 s where C++ code waits, so that no handler of Python's runs. Nothing may fork.
+
+        Python writes each signal to a socket at once, and a thread reads it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        is_over = threading.Event()
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+
+        def watch() -> None:
+            with reader:
+                while numbers := reader.recv(1):
+                    if numbers[0] in STOP_SIGNALS and not is_over.wait(_UNWIND_SECONDS):
+                        os._exit(_code_of_early_stop(numbers[0]))
+
+        threading.Thread(target=watch, daemon=True).start()
+        before = signal.set_wakeup_fd(writer.fileno())
+        try:
+            with self.ending():
+                yield
+        finally:
+            is_over.set()
+            signal.set_wakeup_fd(before)
+            writer.close()
+
     def heed(self) -> None:
         """End this process if it should end and a signal came."""
         if self.ends and self.number is not None:
-            raise SystemExit(_code_of_early_stop(self.number, "the ranks had met"))
+            raise SystemExit(_code_of_early_stop(self.number))
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -150,7 +182,7 @@ def _told(scratch: Path | None) -> int:
         return 0
 
 
-def _code_of_early_stop(number: int, before: str) -> int:
+def _code_of_early_stop(number: int, before: str = "the ranks had met") -> int:
     """Say that nothing is lost, since the signal came early. Returns the exit code."""
     name = signal.Signals(number).name
     with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or a line is being written

@@ -5,8 +5,10 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,6 +77,11 @@ _NO_PEERS = "fake"
 
 _SHARING_NCCL = (2, 30)
 """First NCCL by which several ranks can have the same GPU."""
+
+_SAY_SECONDS = 5.0
+"""Wait for other ranks after which they are named; then again after 4 and 16 times as long."""
+
+_POLL_SECONDS = 0.5
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -163,40 +170,99 @@ def pick_device(
     return torch.device("cuda", local_rank)
 
 
-def _store(rendezvous: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """The key-value store through which the ranks find each other."""
-    kind, _, place = rendezvous.partition(":")
-    if size == 1:
-        return dist.HashStore()
-    if kind == "file":
-        return dist.FileStore(place, size)
-    if kind == "tcp":
-        host, _, port = place.rpartition(":")
-        return _tcp_store(host, int(port), rank, size, timeout)
-    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    # torchrun keeps its store across a restart, with the addresses of ranks that no longer exist
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+@dataclass(frozen=True)
+class _Meeting:
+    """The ranks find each other. The waits are polls, since Python handles no signal while torch's C++ code waits."""
 
+    rank: int
+    size: int
+    timeout: datetime.timedelta
+    hosts: Mapping[int, str]
+    speaks: bool
 
-def _tcp_store(host: str, port: int, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """A store that rank 0 serves at ``host``.
+    def wait(self, is_over: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Wait until ``is_over``, which takes at most a second, and name the ranks that ``missing`` lists.
 
-    Its server would listen on all interfaces for any host, and it asks for no password. If all ranks are on one
-    machine, it gets a socket that only this machine can reach.
-    """
-    listener = socket.create_server((host, port)).detach() if rank == 0 and host in _LOOPBACK else None
-    return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
+        Raises:
+            EnvironmentError: it took too long.
+        """
+        say_at = _SAY_SECONDS
+        started = time.monotonic()
+        while not is_over():
+            waited = time.monotonic() - started
+            if waited > self.timeout.total_seconds():
+                raise EnvironmentError(
+                    f"{self.named(missing())} did not come within {waited:.0f} s.",
+                    fix="look at the logs of these ranks; if they only start slowly, raise --comm.timeout_seconds",
+                )
+            if waited > say_at and self.speaks:
+                say_at *= 4
+                ranks = missing()
+                if self.rank == 0 or 0 in ranks:
+                    log.warning("waiting for %s: %.0f s", self.named(ranks), waited)
+            time.sleep(min(_POLL_SECONDS, waited / 20))
+
+    def named(self, ranks: list[int]) -> str:
+        """A text for missing ranks, such as ``ranks 1, 3 (n02) of 4``."""
+        names = ", ".join(f"{rank} ({self.hosts[rank]})" if rank in self.hosts else str(rank) for rank in ranks)
+        return f"{'ranks' if len(ranks) > 1 else 'rank'} {textwrap.shorten(names, 300)} of {self.size}"
+
+    def meet(self, store: dist.Store) -> None:
+        """Wait until all ranks have called this with ``store``, which serves one call.
+
+        Raises:
+            EnvironmentError: some did not.
+            SystemExit: a signal to a rank raised it there before that; on all ranks.
+        """
+        try:
+            store.set(str(self.rank), "")
+            if store.add("come", 1) == self.size:
+                store.compare_set("code", "", "0")
+            self.wait(
+                lambda: store.check(["code"]),
+                lambda: [rank for rank in range(self.size) if not store.check([str(rank)])],
+            )
+            code = int(store.get("code"))
+        except SystemExit as stop:
+            code = int(store.compare_set("code", "", str(stop.code)))  # 0 if all have come: then all continue
+        if code:
+            time.sleep(2 * _POLL_SECONDS)  # this rank may serve the store, and the others read it
+            raise SystemExit(code)
+
+    def store(self, rendezvous: str) -> dist.Store:
+        """The key-value store through which the ranks find each other: rank 0 or torchrun's agent serves it.
+
+        A server would listen on all interfaces for any host, and it asks for no password. If all ranks are on one
+        machine, it gets a socket that only this machine can reach.
+        """
+        kind, _, place = rendezvous.partition(":")
+        if self.size == 1:
+            return dist.HashStore()
+        if kind == "file":
+            return dist.FileStore(place, self.size)
+        host, _, port_text = place.rpartition(":")
+        port = int(port_text)
+        listener = None
+        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+        def answers() -> bool:
+            with suppress(OSError), socket.create_connection((host, port), 1):
+                return True
+            return False
+
+        if not serves:
+            self.wait(answers, lambda: [0])
+        elif host in _LOOPBACK:
+            listener = socket.create_server((host, port)).detach()
+        store = dist.TCPStore(host, port, None, serves, self.timeout, wait_for_workers=False, master_listen_fd=listener)
+        # torchrun's agent keeps its store across a restart, with the addresses of ranks that no longer exist
+        return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _master(rendezvous: str, size: int) -> str | None:
     """Host of rank 0; None if all ranks are on this host, as far as the rendezvous shows."""
-    kind, _, place = rendezvous.partition(":")
-    host = ""
-    if kind == "tcp":
-        host = place.rpartition(":")[0]
-    elif kind == "env":
-        host = os.environ.get("MASTER_ADDR", "")
-    return None if size == 1 or kind == "file" or host in _LOOPBACK else host
+    host = rendezvous.removeprefix("tcp:").rpartition(":")[0]
+    return None if size == 1 or rendezvous.startswith("file:") or host in _LOOPBACK else host
 
 
 @contextmanager
@@ -215,30 +281,42 @@ def _default_timeout(timeout: datetime.timedelta) -> Iterator[None]:
 
 
 @contextmanager
-def world(rank: int, size: int, device: torch.device, rendezvous: str, timeout_seconds: int) -> Iterator[World]:
+def world(
+    rank: int,
+    size: int,
+    device: torch.device,
+    rendezvous: str,
+    timeout_seconds: int,
+    hosts: Mapping[int, str] = {},
+    speaks: bool = True,
+) -> Iterator[World]:
     """The default process group while the context is open.
 
-    One process on a CPU uses PyTorch's ``fake`` backend. Its collectives copy their input to their output, which is
-    correct for one rank. Gloo's thread would poll for messages a hundred times per second (docs/LOG.md). Before torch
-    2.13 some of these collectives copied nothing.
+    One process on a CPU uses PyTorch's ``fake`` backend, whose collectives copy their input to their output. Gloo's
+    thread would poll a hundred times per second (docs/LOG.md). Before torch 2.13 some collectives copied nothing.
 
     Args:
         rank: number of this process, below ``size``.
         size: number of processes.
         device: device of the tensors; cuda communicates by NCCL and, for host tensors, by Gloo.
-        rendezvous: ``""`` for one process, ``file:PATH``, ``tcp:HOST:PORT``, or ``env``.
+        rendezvous: ``""`` for one process, ``file:PATH``, or ``tcp:HOST:PORT``.
         timeout_seconds: seconds after which a collective or the rendezvous fails.
+        hosts: host of each rank, as far as known, for a text that names missing ranks.
+        speaks: whether this rank names them while it waits: one rank of each host.
 
     Raises:
-        EnvironmentError: there is no network interface for the rendezvous, not even the loopback; or another rank has
-            the same GPU, and they may not share it.
+        EnvironmentError: a rank did not come, no network interface works, or two ranks have a GPU and may not share it.
+        SystemExit: a signal to a rank raised it there before all had come; on all ranks.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     interface = choose_interface(os.environ, _master(rendezvous, size))
-    store = _store(rendezvous, rank, size, timeout)
+    meeting = _Meeting(rank, size, timeout, hosts, speaks)
+    store = meeting.store(rendezvous)
+    for name in ("come", "still there"):  # the first rank may have waited for hours
+        meeting.meet(dist.PrefixStore(name, store))
     backend = _NO_PEERS if size == 1 and release(torch.__version__) >= (2, 13) else "gloo"
     if on_gpu:
         backend = f"cpu:gloo,cuda:{_claim(device, store, rank, size)}"

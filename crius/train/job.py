@@ -25,7 +25,7 @@ from crius.errors import LayoutError
 from crius.host import raise_open_files
 from crius.kernels import choice as kernels
 from crius.kernels.cpu.heap import keep_freed_memory
-from crius.launch.environment import Placement, sees_own_gpu
+from crius.launch.environment import Placement, hosts_of_ranks, sees_own_gpu
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 from crius.metrics.device import machine_of, peak_tflops, total_memory_gib
 from crius.metrics.ledger import TimeLedger
@@ -82,7 +82,6 @@ def run(
     Args:
         config: the run, resolved; its rules have been checked.
         started: ``time.monotonic()`` at the start of the command on this machine.
-        placement: this process among the ranks.
         strict: whether an optimisation that is on and has no effect ends the run.
         tools: functions of the command line around the run.
 
@@ -103,11 +102,12 @@ def run(
             story.begin(device, machine, config, facts)
             with stop.ending():
                 config, corpus = open_run_data(config, layout.batch, run_dir)  # before the ranks meet, so none waits
-            ranks = stack.enter_context(_meet(config, placement, device))
-            mesh = build_mesh(one_layout(layout, ranks), device.type, has_experts=facts.num_experts > 0)
-            _log_run(Job(config, facts, mesh, ranks), run_dir, corpus)
-            story.config = decided = decide(config, facts, machine, ranks, tools.fit)
+            with stop.ending_soon():
+                ranks = stack.enter_context(_meet(config, placement, device))
+                mesh = build_mesh(one_layout(layout, ranks), device.type, has_experts=facts.num_experts > 0)
             job = Job(config, facts, mesh, ranks)  # a run that resumes from this one decides again
+            _log_run(job, run_dir, corpus)
+            story.config = decided = decide(config, facts, machine, ranks, tools.fit)
             _log_batch(dataclasses.replace(job, config=decided))
         checkpoints = _checkpoints(job, run_dir, placement, ledger) if config.checkpoint.is_enabled else None
         with ledger.phase("initialise"):
@@ -130,9 +130,10 @@ def run(
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
 
-def _meet(config: RunConfig, placement: Placement, device: torch.device) -> contextlib.AbstractContextManager[World]:
+def _meet(config: RunConfig, place: Placement, device: torch.device) -> contextlib.AbstractContextManager[World]:
     seconds = config.comm.timeout_seconds
-    return world(placement.rank, placement.world_size, device, placement.rendezvous, seconds)
+    hosts = hosts_of_ranks(place, os.environ)
+    return world(place.rank, place.world_size, device, place.rendezvous, seconds, hosts, speaks=place.local_rank == 0)
 
 
 def _checkpoints(job: Job, run_dir: Path, placement: Placement, ledger: TimeLedger) -> Checkpoints:

@@ -1,12 +1,13 @@
 """Which launcher started a process, and how many GPUs it may use, as tables."""
 
 import os
+import platform
 import pty
 
 import pytest
 
 from crius.errors import EnvironmentError
-from crius.launch.environment import Placement, first_host, joined_placement, sees_own_gpu, visible_gpus
+from crius.launch.environment import Placement, first_host, hosts_of_ranks, joined_placement, sees_own_gpu, visible_gpus
 
 TORCHRUN = {
     "RANK": "5",
@@ -34,7 +35,7 @@ def without(environ, *names):
 
 
 def test_torchrun_variables_are_the_placement():
-    assert joined_placement(TORCHRUN) == Placement(5, 1, 8, 4, "torchrun", "env")
+    assert joined_placement(TORCHRUN) == Placement(5, 1, 8, 4, "torchrun", "tcp:n0:29500")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,20 @@ def test_a_world_size_of_1_alone_is_no_launcher():
     assert joined_placement({"WORLD_SIZE": "1"}) is None
     with pytest.raises(EnvironmentError, match="RANK, LOCAL_RANK"):
         joined_placement({"WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "known"),
+    [
+        (SRUN, {8: "gpu004", 15: "gpu004"}),
+        (SRUN | {"SLURM_DISTRIBUTION": "cyclic"}, {8: None}),
+        (TORCHRUN, {0: "n0", 4: platform.node(), 7: platform.node(), 2: None}),
+    ],
+    ids=["slurm", "cyclic", "torchrun"],
+)
+def test_the_host_of_a_rank_that_did_not_come_is_named_where_it_is_known(environ, known):
+    hosts = hosts_of_ranks(joined_placement(environ), environ)
+    assert {rank: hosts.get(rank) for rank in known} == known
 
 
 def test_rank_0_of_a_slurm_step_is_joined():

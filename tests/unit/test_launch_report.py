@@ -201,7 +201,7 @@ def test_a_single_process_hands_its_log_folder_to_the_target(tmp_path):
 
 def test_torchrun_gets_its_error_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    place = replace(single_placement(), rank=3, world_size=4, launcher="torchrun", rendezvous="env")
+    place = replace(single_placement(), rank=3, world_size=4, launcher="torchrun", rendezvous="tcp:n0:29500")
     assert run_single(value_error, place, tmp_path) == 1
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: bad"

@@ -47,7 +47,8 @@ def one_gpu(monkeypatch):
         dist, "init_process_group", lambda backend, **options: asked.append((backend, options["device_id"]))
     )
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(runtime, "_store", lambda *place: store)
+    monkeypatch.setattr(runtime._Meeting, "store", lambda meeting, rendezvous: store)
+    monkeypatch.setattr(runtime._Meeting, "meet", lambda meeting, store: None)
     monkeypatch.setattr(runtime, "choose_interface", lambda environ, master: "lo")
     monkeypatch.setattr(runtime, "_default_timeout", lambda timeout: contextlib.nullcontext())
     return asked
