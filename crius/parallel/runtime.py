@@ -242,7 +242,6 @@ class _Meeting:
             return dist.FileStore(place, self.size)
         host, _, port_text = place.rpartition(":")
         port = int(port_text)
-        listener = None
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
         def answers() -> bool:
@@ -252,9 +251,17 @@ class _Meeting:
 
         if not serves:
             self.wait(answers, lambda: [0])
-        elif host in _LOOPBACK:
-            listener = socket.create_server((host, port)).detach()
-        store = dist.TCPStore(host, port, None, serves, self.timeout, wait_for_workers=False, master_listen_fd=listener)
+        try:
+            listener = socket.create_server((host, port)).detach() if serves and host in _LOOPBACK else None
+            store = dist.TCPStore(
+                host, port, None, serves, self.timeout, wait_for_workers=False, master_listen_fd=listener
+            )
+        except (OSError, dist.DistNetworkError) as error:
+            raise EnvironmentError(
+                f"the ranks cannot meet at port {port} of {host}: {error}.",
+                where="MASTER_ADDR, MASTER_PORT",
+                fix="give a free port of the host of rank 0",
+            ) from error
         # torchrun's agent keeps its store across a restart, with the addresses of ranks that no longer exist
         return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -305,7 +312,7 @@ def world(
         speaks: whether this rank names them while it waits: one rank of each host.
 
     Raises:
-        EnvironmentError: a rank did not come, no network interface works, or two ranks have a GPU and may not share it.
+        EnvironmentError: a rank did not come, the port is busy, no network interface works, or two ranks have one GPU.
         SystemExit: a signal to a rank raised it there before all had come; on all ranks.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)

@@ -145,3 +145,13 @@ def test_the_time_out_names_ranks_and_hosts(rank, named, start):
     assert late.ends(20) == 1
     said = late.output.read_text()
     assert said.count("Error") == said.count(f"EnvironmentError: {named} did not come within 1 s.\n") == 1
+
+
+@pytest.mark.full
+def test_a_port_that_is_busy_is_one_error(start, port):
+    with socket.create_server(("127.0.0.1", port)):
+        rank = start(0, 2)
+        assert rank.ends(20) == 1
+    said = rank.output.read_text()
+    assert f"EnvironmentError: the ranks cannot meet at port {port} of 127.0.0.1" in said
+    assert "Address already in use" in said and "Traceback" not in said
