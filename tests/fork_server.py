@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -161,6 +162,9 @@ def run(streams: array.array, argv: list[str], cwd: str, environ: dict[str, str]
         sys.path[0:0] = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part not in sys.path]
         from crius.cli import main
 
+        for name, module in sys.modules.items():
+            if name.startswith("crius.cli.") and hasattr(module, "STARTED"):
+                module.STARTED = time.monotonic()
         code = main()
     except SystemExit as end:
         code = end.code

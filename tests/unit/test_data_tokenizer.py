@@ -155,12 +155,12 @@ STRANGE = {
     [
         ("tokenizer.json", "link", "it is a link"),
         ("tokenizer.json", "fifo", "a folder without"),
-        ("tokenizer.json", "sparse", "at most 67,108,864"),
+        ("tokenizer.json", "sparse", "are not holes"),
         ("tokenizer_config.json", "link", "it is a link"),
         ("tokenizer_config.json", "fifo", "not a regular file"),
-        ("tokenizer_config.json", "sparse", "at most 16,777,216"),
+        ("tokenizer_config.json", "sparse", "are not holes"),
         ("special_tokens_map.json", "link", "it is a link"),
-        ("special_tokens_map.json", "sparse", "at most 67,108,864"),
+        ("special_tokens_map.json", "sparse", "are not holes"),
     ],
 )
 def test_only_regular_files_of_a_tokenizer_are_read_and_kept(name, kind, why, tmp_path):

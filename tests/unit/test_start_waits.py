@@ -38,6 +38,7 @@ def train(folder, environ, flags, stuck_in):
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False)
     os.environ.update(environ)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a command that ended in the process of the tests ignores it
     runtime._SAY_SECONDS = 0.3
     if stuck_in:
         module, name = stuck_in
