@@ -18,7 +18,7 @@ from crius.tools.verify.rehearse import Rehearsals
 from crius.tools.verify.restored_loss import restored_loss
 
 TINY = (
-    "--training.steps 4 --checkpoint.interval 2 --model.num_layers 2 --model.dim 32 --training.seq_len 32 "
+    "--training.steps 4 --model.num_layers 2 --model.dim 32 --training.seq_len 32 "
     "--training.device cpu --validation.num_samples 16 --training.global_batch_size 8 --metrics.log_interval 1"
 ).split()
 LAYOUTS = {
@@ -78,7 +78,8 @@ def test_any_layout_is_restored_on_one_process(layout, tmp_path):
     if "lora" in LAYOUTS[layout]:
         train(TINY, tmp_path / "base")
         base = ["--checkpoint.init_from", str(tmp_path / "base")]
-    words = [*TINY, "--checkpoint.rehearse", "--job.run_dir", str(tmp_path / "run"), *LAYOUTS[layout].split(), *base]
+    saves = ["--checkpoint.interval", "2", "--checkpoint.rehearse", "--job.run_dir", str(tmp_path / "run")]
+    words = [*TINY, *saves, *LAYOUTS[layout].split(), *base]
     done = crius("train", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [(row["step"], row["problem"]) for row in rehearsals(tmp_path / "run")][-1] == (4, "")
@@ -111,6 +112,7 @@ def outcome(run_dir, job, caplog):
     return rehearsals(run_dir)[-1]["problem"], caplog.text
 
 
+@pytest.mark.full
 def test_other_weights_than_those_of_the_run_are_told(rehearsed, tmp_path, caplog):
     problem, said = outcome(tmp_path, asked(rehearsed), caplog)
     assert "the loss of its batch is" in problem and "in the run it was 1.000000" in problem
