@@ -12,7 +12,7 @@ from harness import crius
 from pretrained_samples import save
 from sft_samples import tokenizer_folder, write_conversations
 
-from hostile.damage import DAMAGES, number, script, steps
+from hostile.damage import DAMAGES, number, script, steps, value
 
 _SMALL = "--model.num_layers 1 --model.dim 32 --training.seq_len 32 --training.device cpu"
 
@@ -53,7 +53,7 @@ def gguf(place):
 
     writer = GGUFWriter(place / "gguf/own.gguf", "llama")
     writer.add_context_length(64)
-    for add, value in (
+    for add, size in (
         (writer.add_embedding_length, 16),
         (writer.add_block_count, 1),
         (writer.add_feed_forward_length, 32),
@@ -63,7 +63,7 @@ def gguf(place):
         (writer.add_vocab_size, 32),
         (writer.add_layer_norm_rms_eps, 1e-5),
     ):
-        add(value)
+        add(size)
     shapes = {"token_embd": (32, 16), "output_norm": (16,), "output": (32, 16), "blk.0.attn_norm": (16,)}
     shapes |= {f"blk.0.attn_{name}": (16, 16) for name in ("q", "k", "v", "output")}
     shapes |= {
@@ -121,7 +121,7 @@ def toml(place):
     )
 
 
-def manifest(place):
+def checkpoints(place):
     run(place)
     shutil.rmtree(place / "other")
     (place / "run/checkpoints").rename(place / "checkpoints")
@@ -130,6 +130,11 @@ def manifest(place):
 _TOKENS = "data prepare out --data.path own.txt --tokenizer.path tokenizer --num_workers 1"
 _SHOW = "data show --training.seq_len 16 --training.global_batch_size 1 --data.path"
 _CHATS = f"{_SHOW.replace('16', '256')} own.jsonl --data.format chat --tokenizer.path"
+_OF_CHECKPOINTS = (
+    "checkpoint ls checkpoints",
+    "checkpoint verify checkpoints",
+    "generate checkpoints --prompt a --max_new_tokens 1",
+)
 KINDS = {
     "run": Kind(
         run,
@@ -201,14 +206,6 @@ KINDS = {
             "plan --flavor 1b --gpu toml/gpu.toml",
         ),
     ),
-    "checkpoint": Kind(
-        manifest,
-        "checkpoints",
-        (
-            "checkpoint ls checkpoints",
-            "checkpoint verify checkpoints",
-            "generate checkpoints --prompt a --max_new_tokens 1",
-        ),
-        (number,),
-    ),
+    "checkpoint": Kind(checkpoints, "checkpoints", _OF_CHECKPOINTS, (number,)),
+    "manifest": Kind(checkpoints, "checkpoints", _OF_CHECKPOINTS, (value,) * 4, "manifest.json"),
 }

@@ -22,7 +22,7 @@ def samples(tmp_path_factory):
             made[name] = tmp_path_factory.mktemp(name)
             (made[name] / "outside").mkdir()
             (made[name] / "outside/secret").write_text(SECRET)
-            if name not in ("run", "checkpoint"):
+            if name not in ("run", "checkpoint", "manifest"):
                 (made[name] / KINDS[name].folder).mkdir()
             KINDS[name].make(made[name])
         return made[name]
@@ -50,7 +50,11 @@ def test_a_damaged_file_is_read_or_refused(samples, tmp_path, name, number):
         files = [path for path in files if path.suffix != ".safetensors"]
     file = draw.choice(files)
     damage = draw.choice((*DAMAGES, *kind.damages))
+    before = file.read_bytes()
     damage(file, draw)
     command = draw.choice(kind.commands)
     outcome = tried(command.split(), place)
     assert not flaws(outcome, place, state(sample / "outside")), (damage.__name__, str(file), command, outcome)
+    is_same = file.is_file() and file.stat().st_size == len(before) and file.read_bytes() == before
+    if command == "checkpoint verify checkpoints" and not is_same:
+        assert outcome.code, (damage.__name__, str(file), "the damage was not found", outcome)
