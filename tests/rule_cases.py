@@ -533,6 +533,6 @@ CASES = [
         ["--checkpoint.rehearse", "--validation.interval", "0"],
         "checkpoint.rehearse has no batch",
         "--checkpoint.rehearse",
-        "--validation.interval 500",
+        "--validation.interval 500 --validation.fraction 0.02",
     ),
 ]

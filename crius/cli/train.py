@@ -140,7 +140,7 @@ def run_tools(config: RunConfig, folder: Path) -> "Tools":
     from crius.train.tools import Tools
 
     tools = Tools(fit=_fit, watch=watch_plan, explain=_explain)
-    if config.checkpoint.rehearse:
+    if config.checkpoint.rehearse and config.checkpoint.is_enabled:
         from crius.tools.verify.rehearse import Rehearsals
 
         rehearsals = Rehearsals(folder)

@@ -220,12 +220,14 @@ def checkpoint_flags_have_effect(facts: Facts) -> Violations:
 def a_rehearsal_has_a_batch(facts: Facts) -> Violations:
     """The batch whose loss a rehearsal compares is of a validation set."""
     config = facts.config
-    if config.checkpoint.rehearse and not config.validation.interval:
+    validation = config.validation
+    has_batch = validation.interval > 0 and (validation.fraction > 0 or validation.path)
+    if config.checkpoint.rehearse and not has_batch:
         yield ConfigError(
             "checkpoint.rehearse has no batch to compute a loss of.",
             where=facts.flag("checkpoint.rehearse"),
-            why="it is of the first validation set, and validation.interval is 0",
-            fix="--validation.interval 500, or leave out --checkpoint.rehearse",
+            why="it is of the first validation set, and this run has none",
+            fix="--validation.interval 500 --validation.fraction 0.02, or leave out --checkpoint.rehearse",
         )
 
 

@@ -127,3 +127,9 @@ def test_a_run_that_is_stopped_leaves_no_rehearsal_behind(tmp_path):
     with ours.around(None, None):
         ours._process = process = rehearse._started(asked(tmp_path))
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_run_that_saves_nothing_rehearses_nothing(tmp_path):
+    (tmp_path / "own.toml").write_text("[checkpoint]\nenable = false\nrehearse = true\n")
+    done = crius("train", *TINY, "--config", "own.toml", "--job.run_dir", "run", cwd=tmp_path)
+    assert done.returncode == 0 and not (tmp_path / "run/rehearsals.jsonl").exists(), done.stderr
