@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import parse
+from hostile_samples import link_out
 from pretrained_samples import save, save_tokenizer
 
 from crius.checkpoint.plain import load_whole
@@ -129,16 +130,11 @@ HOSTILE = {
     "gpt2": (lambda folder: config(folder, model_type="gpt2"), 2, "gpt2"),
     "other_attention": (lambda folder: config(folder, hidden_act="relu"), 2, "hidden_act"),
     "config_of_no_json": (lambda folder: (folder / "config.json").write_text("{"), 2, "config.json"),
-    "config_of_a_link": (lambda folder: elsewhere(folder / "config.json"), 2, "config.json cannot be read: it is a"),
+    "config_of_a_link": (lambda folder: link_out(folder / "config.json"), 2, "config.json cannot be read: it is a"),
     "tokenizer_of_no_json": (lambda folder: (folder / "tokenizer.json").write_text("{"), 1, "tokenizer"),
     "tokenizer_of_another_model": (lambda folder: many_ids(folder), 2, "500 ids"),
     "template_of_a_link": (lambda folder: (folder / "chat_template.jinja").symlink_to("/etc/passwd"), 1, "link"),
 }
-
-
-def elsewhere(file):
-    """A file becomes a link out of its folder to what it was."""
-    file.symlink_to(file.rename(file.parent.with_name("config.real")))
 
 
 def many_ids(folder):
