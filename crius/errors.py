@@ -45,7 +45,8 @@ class ConfigError(CriusError):
 
     @classmethod
     def together(cls, problems: Sequence[CriusError]) -> CriusError:
-        """One error that reports all ``problems``; a single problem is returned as it is."""
+        """One error that reports all ``problems``, each once; a single problem is returned as it is."""
+        problems = list({str(problem): problem for problem in problems}.values())
         if len(problems) == 1:
             return problems[0]
         blocks = [f"[{number}] {problem}" for number, problem in enumerate(problems, start=1)]

@@ -134,7 +134,7 @@ def _format_of(source: str, paths: Sequence[str], given: Mapping[str, Sequence[s
 
 def _format_of_row(row: Any) -> str:
     if not isinstance(row, dict):
-        return ""
+        return "chat" if isinstance(row, list) else ""
     if any(row.get(name) for name in LISTS):
         return "chat"
     if isinstance(row.get("text"), str | bytes):

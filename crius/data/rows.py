@@ -350,7 +350,7 @@ def parquet_rows(file: Path, choose: Callable[[list[str]], Sequence[str]]) -> It
                         yield row, number
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(
-            f"{file} cannot be read as parquet: {error}.",
+            f"{file} cannot be read as parquet: {str(error).rstrip('.')}.",
             where=f"{file}, row {number + 1}",
             why=f"the {number:,} rows before it were read" if number else "no row was read",
             fix="download the file again if it is damaged, or write its dates and durations as text",
@@ -394,7 +394,9 @@ def checked_text(text: object, what: str, where: str) -> str:
             what = f"{what} is bytes that are not UTF-8: 0x{text[error.start]:02x} at byte {error.start}."
             raise DataError(what, where=where, fix="write the column as text") from error
     if not isinstance(text, str):
-        raise DataError(f"{what} is {json_kind(text)}, not text.", where=where)
+        raise DataError(
+            f"{what} is {json_kind(text)}, not text.", where=where, fix="write text there, or remove the row"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
@@ -428,13 +430,13 @@ def value_of(row: Mapping[Any, Any], name: str) -> Any:
 
 def _json(line: str, where: str) -> object:
     try:
-        return json.loads(line)
+        return json.loads(line.rstrip("\r\n\t ,"))  # a comma behind an object is no harm
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"the line is not JSON: {error.msg} at column {error.colno}.",
-            where=where,
-            fix="jsonl has one JSON object per line (jq -c . FILE writes them); for plain text --data.source text",
-        ) from error
+        fix = "jsonl has one JSON object per line (jq -c . FILE writes them); for plain text --data.source text"
+        if line.startswith("{'"):
+            fix = "write json.dumps(row), not str(row), which writes Python"
+        what = f"the line is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}."
+        raise DataError(what, where=where, fix=fix) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise DataError(f"the line is not JSON that can be read: {error}.", where=where) from error
 

@@ -75,6 +75,10 @@ def test_good_rows_are_ready_and_the_flags_are_those_of_a_run(doctor):
     assert (data.source, data.format, data.path) == ("jsonl", "chat", ("a.jsonl",))
 
 
+def test_the_flags_do_not_leave_out_the_only_row(doctor):
+    assert "skip" not in doctor([answer(5)])[1]["flags"] and "skip" in doctor([GOOD, answer(5)])[1]["flags"]
+
+
 def test_keys_empty_answers_and_repetitions_are_counted(doctor):
     odd = {**answer(" "), "id": 3, "system": "Be brief."}
     called = answer(None, tool_calls=[{"type": "function"}])

@@ -7,6 +7,7 @@ import json
 import pytest
 from sft_samples import tokenizer_folder
 
+from crius.__main__ import main
 from crius.cli.settings import run_of
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.chat.conversations import Conversation
@@ -80,6 +81,7 @@ READ = {
     "no suffix": ({"chats": lines(ROW)}, {}, WANT),
     "a BOM": ({"a.jsonl": BOM + lines(ROW).encode()}, {}, WANT),
     "CRLF": ({"a.jsonl": lines(ROW, ROW, end="\r\n")}, {}, WANT * 2),
+    "commas behind rows": ({"a.jsonl": lines(ROW, ROW, end=",\r\n")}, {}, WANT * 2),
     "packed lines": ({"a.jsonl.gz": gzip.compress(lines(ROW).encode())}, {}, WANT),
     "blank lines and no last newline": ({"a.jsonl": "\n\n" + lines(ROW) + "  \n" + json.dumps(ROW)}, {}, WANT * 2),
     "ShareGPT": ({"a.jsonl": lines({"conversations": SHAREGPT})}, {}, WANT),
@@ -117,6 +119,7 @@ READ = {
         {},
         WANT,
     ),
+    "parts without keys": ({"a.jsonl": lines({"messages": [HI[0] | {"content": ["H", "i"]}, HI[1]]})}, {}, WANT),
     "weights": (
         {"a.jsonl": lines({"messages": [*HI, HI[0], HI[1] | {"weight": 0}, HI[0], HI[1] | {"train": False}]})},
         {},
@@ -203,6 +206,11 @@ REFUSED = {
         {},
         """python -c 'import json; print(json.dumps(json.load(open(""",
     ),
+    "rows under two keys": ({"a.json": json.dumps({"a": [ROW], "b": [ROW] * 2})}, {}, "whose 'a' has 1 rows"),
+    "rows of Python": ({"a.jsonl": f"{ROW}\n"}, {}, "json.dumps(row)"),
+    "a number": ({"a.jsonl": lines(PAIR | {"completion": 5})}, {}, "write text there"),
+    "a null": ({"a.jsonl": lines({"messages": [HI[0], HI[1] | {"content": None}]})}, {}, "write its text"),
+    "messages without an object": ({"a.jsonl": lines(HI, HI)}, {}, "jq -c '{messages: .}' FILE"),
     "a list of texts": ({"a.json": '["Hi", "Ho"]'}, {}, '{"text": "Once"}'),
     "a role misspelled": ({"a.jsonl": lines({"messages": [HI[0] | {"role": "asistant"}]})}, {}, "asistant=assistant"),
     "a missing value": ({"a.jsonl": lines({"d": {}})}, {"data.columns": ["d.chat"]}, "the row has no value d.chat"),
@@ -294,6 +302,12 @@ def test_what_cannot_be_read_is_refused_in_words_that_help(name, tmp_path):
     with pytest.raises(CriusError) as caught:
         records(tmp_path, files, flags)
     assert words in str(caught.value)
+
+
+def test_a_folder_of_two_kinds_is_one_problem(tmp_path, capsys):
+    write(tmp_path, {"a.jsonl": lines(ROW), "b.csv": "text\nx\n"})
+    assert main(["config", "show", "--recipe", "tune", "--data.path", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"ConfigError: folder {tmp_path} has files of several kinds")
 
 
 # flags behind --data.path FILE with conversations: source, format and mask of the run

@@ -66,6 +66,12 @@ class Conversation:
     where: str
     unused: tuple[str, ...] = ()
 
+    @property
+    def answers(self) -> list[str]:
+        """Texts of the assistant's messages without tool_calls."""
+        own = (message for message in self.messages if message["role"] == "assistant")
+        return [message["content"] or "" for message in own if not message.get("tool_calls")]
+
 
 def is_trained(message: Mapping[str, Any]) -> bool:
     """Whether the loss is on a message of a ``Conversation``."""
@@ -91,7 +97,9 @@ def read_conversations(data: DataConfig, files: Sequence[Path]) -> Iterator[Conv
             is_empty = False
             yield conversation
         if is_empty:
-            raise DataError(f"{file} has no conversation.", where=str(file), why="it has no row", fix="leave it out")
+            raise DataError(
+                f"{file} has no conversation.", where=str(file), why="it has no row", fix="leave it out, or give others"
+            )
 
 
 def _of_file(data: DataConfig, file: Path) -> Iterator[Conversation | DataError]:
@@ -128,7 +136,7 @@ def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequenc
         raise DataError(
             f"the row is {json_kind(row)}, not an object with a conversation.",
             where=where,
-            fix='write each row as an object, such as {"prompt": "Hi", "completion": "Hello"}',
+            fix="write each row as an object; jq -c '{messages: .}' FILE does so with lists of messages",
         )
     check_is_row(row, where)
     meanings = data.meanings
@@ -159,16 +167,18 @@ def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequenc
 
 
 def check_is_row(row: Mapping[str, Any], where: str) -> None:
-    """Raise DataError if ``row`` is a file with all rows under one key."""
-    name, value = next(iter(row.items()), ("", None))
-    if len(row) == 1 and isinstance(value, list) and value and isinstance(value[0], dict):
-        if any({*keys} <= {*value[0]} for keys in (*zip(LISTS), *PAIRS, ("text",))):
-            code = f"import json; print(json.dumps(json.load(open({where.rpartition(':')[0]!r}))[{name!r}]))"
-            raise DataError(
-                f"the file is one object, whose {name!r} has {len(value):,} rows.",
-                where=where,
-                fix=f"python -c {shlex.quote(code)} > rows.json, and --data.path rows.json",
-            )
+    """Raise DataError if ``row`` is a file with all rows under its keys, one or several."""
+    firsts = [value[0] for value in row.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if not firsts or len(firsts) < len(row):
+        return
+    if all(any({*keys} <= {*first} for keys in (*zip(LISTS), *PAIRS, ("text",))) for first in firsts):
+        name, value = next(iter(row.items()))
+        code = f"import json; print(json.dumps(json.load(open({where.rpartition(':')[0]!r}))[{name!r}]))"
+        raise DataError(
+            f"the file is one object, whose {name!r} has {len(value):,} rows.",
+            where=where,
+            fix=f"python -c {shlex.quote(code)} > rows.json, and --data.path rows.json",
+        )
 
 
 def _translated(row: dict[str, Any], meanings: Mapping[str, str], where: str) -> dict[str, Any]:
@@ -308,7 +318,8 @@ def _messages(value: Any, column: str, where: str) -> list[dict[str, Any]]:
 
 def _message(value: Any, what: str, where: str, roles: Sequence[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{what} is {json_kind(value)}, not an object with role and content.", where=where)
+        what = f"{what} is {json_kind(value)}, not an object with role and content."
+        raise DataError(what, where=where, fix='write each message as {"role": "user", "content": "Hi"}')
     message = {key: child for key, child in value.items() if child is not None or key == "content"}
     if "role" not in message and "from" in message:  # ShareGPT
         message = {"role": message.pop("from"), "content": message.pop("value", None)} | message
@@ -384,19 +395,27 @@ def _content(message: Mapping[str, Any], what: str, where: str) -> str | None:
     if content is None:
         if message.get("tool_calls"):
             return None
-        raise DataError(f"{what} has no content.", where=where, why="only a message with tool_calls may lack it")
+        raise DataError(
+            f"{what} has no content.",
+            where=where,
+            why="only a message with tool_calls may lack it",
+            fix="write its text, or remove the row",
+        )
     if not isinstance(content, list):
         return checked_text(content, f"the content of {what}", where)
+    texts: list[str] = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else json_kind(part)
-        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str) or kind != "text":
             raise DataError(
                 f"the content of {what} has a part that is not text: {kind}.",
                 where=where,
                 why="Crius trains on text",
                 fix="remove the row, or the part",
             )
-    return checked_text("".join(part["text"] for part in content), f"the content of {what}", where)
+        texts.append(text)
+    return checked_text("".join(texts), f"the content of {what}", where)
 
 
 def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...] | None:

@@ -117,7 +117,8 @@ class Diagnosis:
         """Flags of a run on the files."""
         default = DataConfig()
         given = {name: value for name, value in vars(self.data).items() if value != getattr(default, name)}
-        if 0 < self.num_refused <= self._most_skipped():
+        is_read = self.data.source != "text" and self.num_refused < self.rows
+        if is_read and 0 < self.num_refused <= self._most_skipped():
             given["bad_rows"] = "skip"
         flags = [word for name, value in given.items() for word in flag(f"data.{name}", value)]
         if self.tokenizer:

@@ -111,11 +111,8 @@ class _Reading:
         return True
 
     def _note_chat(self, row: Row, chat: Conversation) -> None:
-        for message in chat.messages:
-            if message["role"] == "assistant" and not message.get("tool_calls"):
-                if not (message["content"] or "").strip():
-                    self.tally("empty answers").add(row.where)
-                    break
+        if not all(map(str.strip, chat.answers)):
+            self.tally("empty answers").add(row.where)
         content = repr(([sorted(message.items()) for message in chat.messages], chat.tools))
         self._take(content)
         self._note(row, "\n".join(message["content"] or "" for message in chat.messages) if self._near else "")
