@@ -8,7 +8,8 @@ from typing import NamedTuple
 DEFAULT = "main"
 """Revision of a name without one."""
 
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
+_URL = r"(?:(?:https://)?(?:huggingface|hf)\.co/(?:datasets/)?)?"
+_NAME = re.compile(_URL + r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
 _FILE = re.compile(r"\.(json|jsonl|gz|zst|parquet|csv|tsv|txt|toml|ya?ml|gguf|safetensors|bin|pt|pth|model|tiktoken)")
 _SNAPSHOT = re.compile(r".*/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]+)(?=/|$)", re.ASCII)
 
@@ -29,7 +30,7 @@ class HubName(NamedTuple):
 
 
 def parse_name(text: str) -> HubName | None:
-    """The name in ``owner/name`` or ``owner/name@revision``; None if the text has another form."""
+    """The name in ``owner/name`` or ``owner/name@revision``, maybe behind the hub's URL; None for another form."""
     found = _NAME.fullmatch(text)
     return HubName(found[1], found[2] or "") if found else None
 

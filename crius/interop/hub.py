@@ -155,11 +155,12 @@ def _say(name: HubName, found: Any, storage: Path, patterns: dict[str, Any]) -> 
 
 
 def _not_here(name: HubName, storage: Path) -> ConfigError:
+    kind = "--repo-type dataset " if storage.name.startswith("datasets--") else ""
     return ConfigError(
         f"there is no path {name}, the hub's cache has no whole copy of it, and HF_HUB_OFFLINE forbids a download.",
         where="HF_HUB_OFFLINE",
         why=f"the copy would be in {storage}",
-        fix=f"HF_HUB_OFFLINE=0; or hf download {name.repository} where there is a network, and copy that folder",
+        fix=f"HF_HUB_OFFLINE=0; or hf download {kind}{name.repository} where there is a network, and copy that folder",
     )
 
 

@@ -151,6 +151,11 @@ def test_a_mistyped_path_is_no_name(path, tmp_path, monkeypatch):
     assert hub_name(path) is None and hub_name("owner/tuned") and hub_name("rnus/other")
 
 
+@pytest.mark.parametrize("before", ["https://huggingface.co/", "hf.co/", "https://huggingface.co/datasets/"])
+def test_the_page_of_a_repository_is_its_name(before):
+    assert hub_name(f"{before}some/small-0.1@main") == ("some/small-0.1", "main")
+
+
 def test_a_mistyped_path_is_not_asked_of_the_hub(hub, capsys):
     for verb, *more in (("generate", "--prompt", "a"), ("import", "run"), ("export", "out")):
         assert runner(verb, capsys, "./some/small")(*more)[0] == 2

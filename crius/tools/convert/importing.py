@@ -1,6 +1,7 @@
 """``crius import``: a Hugging Face or GGUF model as a run folder. No torch, and no code in it is executed."""
 
 import contextlib
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -207,8 +208,10 @@ def place_of(source: str) -> str:
     """
     place = located(source)
     if "://" not in place and not Path(place).expanduser().exists():
+        names = [str(path) for path in Path(source).parent.iterdir()] if Path(source).parent.is_dir() else []
+        near = difflib.get_close_matches(os.path.normpath(source), names, n=1)
         fix = "give a Hugging Face folder, a GGUF file, or a name of the hub such as HuggingFaceTB/SmolLM2-135M"
-        raise ConfigError(f"there is no {source}.", where="command line", fix=fix)
+        raise ConfigError(f"there is no {source}.", where="command line", fix=near[0] if near else fix)
     return place
 
 

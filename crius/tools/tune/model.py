@@ -20,12 +20,16 @@ def path_of_model(model: str, data: str) -> str:
     """
     place = place_of(model)
     if Path(place).is_file() and not place.endswith(SUFFIX):
-        is_swapped = Path(data).is_dir() or data.endswith(SUFFIX)
+        words = ["MODEL", model]
+        if Path(data).is_dir() or data.endswith(SUFFIX):
+            words = [data, model]
+        elif Path(place).with_name("config.json").is_file():
+            words = [str(Path(model).parent), data]
         raise ConfigError(
             f"{model} is a file, but no {SUFFIX} file.",
             where="command line",
             why="the model comes first, then the conversations",
-            fix=shlex.join(["crius", "tune", *((data, model) if is_swapped else ("MODEL", model))]),
+            fix=shlex.join(["crius", "tune", *words]),
         )
     return place
 
