@@ -14,13 +14,13 @@ import torch
 from harness import crius
 from sft_samples import tokenizer_folder
 
-from crius.config.data import TokenizerConfig
+from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.run import RunConfig, replace_fields
 from crius.data.chat.renderer import render_chat
 from crius.data.chat.template import read_template
 from crius.data.samples import pack
 from crius.data.tokenizer import build_tokenizer
-from crius.errors import OutOfMemoryError
+from crius.errors import DataError, OutOfMemoryError
 from crius.tools.tune.chatml import write_chatml
 from crius.tools.tune.choices import (
     LEAST_STEPS,
@@ -31,7 +31,7 @@ from crius.tools.tune.choices import (
     seq_len_for,
     trains_all,
 )
-from crius.tools.tune.choose import choose_weights
+from crius.tools.tune.choose import about_answers, choose_weights
 from crius.tools.tune.counted import counted
 from crius.tools.tune.held_out import Conversation, change
 from crius.tools.tune.model import opened
@@ -102,6 +102,23 @@ def test_a_change_is_paired():
     mean, error = change([3.0, 1.0, 2.0], [2.5, 0.5, 1.5])
     assert mean == pytest.approx(-0.5) and error == pytest.approx(0, abs=1e-12)
     assert change([1.0, 1.0], [0.0, 2.0]) == (0.0, pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"), [(("a", "b"), []), (("a", " ", "b"), ["  1 of 3 answers are empty, first own.jsonl:2"])]
+)
+def test_empty_answers_are_counted(texts, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "Hi", "completion": text} for text in texts]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = about_answers(DataConfig(source="jsonl", format="chat", path=("own.jsonl",)))
+    assert [line.rpartition(": ")[0] for line in lines] == said
+
+
+def test_answers_that_are_all_empty_are_refused(tmp_path):
+    (tmp_path / "own.csv").write_text("prompt,completion\nHi,\nHo,\n")
+    with pytest.raises(DataError, match="all 2 answers of the assistant are empty"):
+        about_answers(DataConfig(source="csv", format="chat", path=(str(tmp_path),)))
 
 
 @pytest.fixture(scope="module")
@@ -401,13 +418,12 @@ def test_conversations_of_any_shape_and_language_are_learned(row, is_array, colu
     [
         (("own.jsonl", "base"), "fix    crius tune base own.jsonl"),
         (("nope", "own.jsonl"), "there is no nope"),
+        (("bsae", "own.jsonl"), "fix    base"),
+        (("base/model.safetensors", "own.jsonl"), "fix    crius tune base own.jsonl"),
+        (("base", "own.jsonl", "--data.format", "documents"), "fix    crius train, which takes"),
         (("own.gguf", "nope.jsonl"), "nope.jsonl does not exist"),  # before it is imported
         (("base", "own.jsonl", "--validation.interval", "0"), "leave out --validation.interval 0"),
         (("base", "own.jsonl", "--dry_run"), "fix    --dry"),
-        (
-            ("base", "own.jsonl", "--data.source", "stdlib", "--data.format", "documents"),
-            "has no effect with data.source stdlib",
-        ),
     ],
 )
 def test_what_is_wrong_is_one_error(words, said, place):

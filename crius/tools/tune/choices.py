@@ -36,11 +36,13 @@ class Choices:
         given: settings of the command line, which win.
         values: values by dotted name.
         reasons: why, by dotted name.
+        notes: lines about the data.
     """
 
     given: Mapping[str, str]
     values: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def take(self, name: str, value: object, why: str) -> None:
         """Choose a value, unless one was given."""
@@ -59,7 +61,8 @@ class Choices:
     def lines(self) -> list[str]:
         """For people."""
         width = max((len(f"{name} {value}") for name, value in self.values.items()), default=0)
-        return [f"  {f'{name} {value}':<{width}}   {self.reasons[name]}" for name, value in self.values.items()]
+        chosen = [f"  {f'{name} {value}':<{width}}   {self.reasons[name]}" for name, value in self.values.items()]
+        return [*self.notes, *chosen]
 
 
 def lengths_of(source: SampleSource) -> npt.NDArray[np.int64]:

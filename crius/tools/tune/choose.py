@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from crius.config.data import DataConfig
 from crius.config.facts import Facts
+from crius.data.chat.conversations import Conversation, read_conversations
+from crius.data.documents import find_files
 from crius.data.samples import SampleSource
 from crius.data.tokenizer import Tokenizer
 from crius.errors import ConfigError, DataError, OutOfMemoryError
@@ -38,6 +41,9 @@ WAYS: tuple[dict[str, tuple[object, str]], ...] = (ADAPTERS, ADAPTERS | {"lora.b
 _MOST_TOKENS = 1 << 20
 """Tokens of a sequence while the conversations are measured: none is cut before its answer."""
 
+_NO_CONVERSATIONS = "these settings give no conversations."
+_OTHER_DATA = "crius train, which takes every kind of data"
+
 LookAt = Callable[[Sequence[str]], Facts]
 Memory = Callable[[Sequence[str]], tuple[float, float]]
 
@@ -60,8 +66,7 @@ def corpus_of(facts: Facts) -> tuple[SampleSource, SampleSource, Tokenizer]:
 def _conversations(source: object) -> SampleSource:
     if isinstance(source, SampleSource):
         return source
-    what = "these settings give no conversations."
-    raise ConfigError(what, where="command line", fix="crius train, which takes every kind of data")
+    raise ConfigError(_NO_CONVERSATIONS, where="command line", fix=_OTHER_DATA)
 
 
 def _whole_lengths(facts: Facts) -> npt.NDArray[np.int64]:
@@ -75,6 +80,31 @@ def _whole_lengths(facts: Facts) -> npt.NDArray[np.int64]:
         what = "there is one conversation, but another one is held out, to show what the model learned."
         raise DataError(what, where="--data.path", fix="more conversations")
     return lengths
+
+
+def about_answers(data: DataConfig) -> list[str]:
+    """A line that says how many answers are empty, if some are.
+
+    Raises:
+        DataError: all are.
+    """
+    if data.source not in ("jsonl", "csv", "parquet"):
+        return []
+    number = 0
+    empty: list[str] = []
+    for row in read_conversations(data, find_files(data)):
+        if isinstance(row, Conversation):
+            number += len(row.answers)
+            empty += [row.where for text in row.answers if not text.strip()]
+    if not empty:
+        return []
+    if len(empty) == number:
+        what = f"all {number:,} answers of the assistant are empty."
+        fix = "conversations with answers; --data.columns PROMPT --data.columns COMPLETION names their columns"
+        raise DataError(what, where=empty[0], why="the model would learn to say nothing", fix=fix)
+    return [
+        f"  {len(empty):,} of {number:,} answers are empty, first {empty[0]}: the model learns to say nothing there"
+    ]
 
 
 def choose(
@@ -95,9 +125,12 @@ def choose(
     Raises:
         CriusError: the run is not possible, or nothing fits the memory.
     """
+    if chosen.given.get("data.format") == "documents":
+        raise ConfigError(_NO_CONVERSATIONS, where="--data.format", fix=_OTHER_DATA)
     chosen.take("data.format", "chat", "conversations are tuned on")
     words = [*named, *chosen.words()]
     facts = look_at([*words, f"--{BATCH}=-1"])
+    chosen.notes += about_answers(facts.config.data)
     unit = unit_of(facts.config, facts.data_parallel_ranks)
     for name, value in (
         ("data.source", facts.config.data.source),
