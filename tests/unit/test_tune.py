@@ -33,7 +33,7 @@ from crius.tools.tune.choices import (
 )
 from crius.tools.tune.choose import about_answers, choose_weights
 from crius.tools.tune.counted import counted
-from crius.tools.tune.held_out import Conversation, change
+from crius.tools.tune.held_out import Conversation, change, compared
 from crius.tools.tune.model import opened
 
 transformers = pytest.importorskip("transformers")
@@ -102,6 +102,13 @@ def test_a_change_is_paired():
     mean, error = change([3.0, 1.0, 2.0], [2.5, 0.5, 1.5])
     assert mean == pytest.approx(-0.5) and error == pytest.approx(0, abs=1e-12)
     assert change([1.0, 1.0], [0.0, 2.0]) == (0.0, pytest.approx(1.0))
+
+
+def test_the_change_of_one_conversation_has_no_error():
+    after = SimpleNamespace(losses=[1.0], answers=[])
+    assert compared(None, [], {"losses": [2.0]}, after)[-1].endswith(
+        "2.000 -> 1.000 nats per token of their answers (-1.000)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,10 @@ def compared(
         return [*lines, f"{len(after.losses)} held-out conversations: {mean:.3f} nats per token of their answers"]
     mean, error = change(before["losses"], after.losses)
     first = sum(before["losses"]) / len(before["losses"])
+    spread = f" +- {error:.3f}, paired" if len(after.losses) > 1 else ""
     lines.append(
         f"{len(after.losses)} held-out conversations: {first:.3f} -> {first + mean:.3f} nats per token of their "
-        f"answers ({mean:+.3f} +- {error:.3f}, paired)"
+        f"answers ({mean:+.3f}{spread})"
     )
     return lines
 
