@@ -230,7 +230,7 @@ def document_text(row: object, field: str, where: str) -> str:
         check_is_row(row, where)
         names = list(_names_of_texts(row))
         by_length = sorted(names, key=lambda name: -len(value_of(row, name)))
-        near = difflib.get_close_matches(field, names, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(field, names, n=1)
         choice = near or by_length
         fix = (
             f"--data.text_field {shlex.quote(choice[0])}"

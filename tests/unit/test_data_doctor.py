@@ -1,5 +1,6 @@
 """``crius data doctor``: each finding, by small files; and ``crius data tokenizer``."""
 
+import gzip
 import io
 import json
 import resource
@@ -77,6 +78,12 @@ def test_good_rows_are_ready_and_the_flags_are_those_of_a_run(doctor):
 
 def test_the_flags_do_not_leave_out_the_only_row(doctor):
     assert "skip" not in doctor([answer(5)])[1]["flags"] and "skip" in doctor([GOOD, answer(5)])[1]["flags"]
+
+
+def test_a_file_that_is_cut_is_not_ready_without_bad_rows(here, capsys):
+    (here / "a.jsonl.gz").write_bytes(gzip.compress(f"{json.dumps(GOOD)}\n".encode() * 9)[:-9])
+    assert cli.main(["data", "doctor", "a.jsonl.gz", "--data.bad_rows", "skip", "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["ready"]
 
 
 def test_keys_empty_answers_and_repetitions_are_counted(doctor):

@@ -184,6 +184,11 @@ REFUSED = {
         {},
         "--data.columns instruction=prompt,input=prompt,output=completion",
     ),
+    "Alpaca with history": (
+        {"a.jsonl": lines(ALPACA | {"history": [["a", "b"]]})},
+        {},
+        "--data.columns instruction=prompt,output=completion leaves out",
+    ),
     "unknown keys": ({"a.jsonl": lines({"conversation": SPOKEN})}, {}, "--data.columns conversation if these are"),
     "unknown keys of messages": (
         {"a.jsonl": lines({"conversation": SPOKEN})},

@@ -111,15 +111,10 @@ def test_the_change_of_one_conversation_has_no_error():
     )
 
 
-@pytest.mark.parametrize(
-    ("texts", "said"), [(("a", "b"), []), (("a", " ", "b"), ["  1 of 3 answers are empty, first own.jsonl:2"])]
-)
-def test_empty_answers_are_counted(texts, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": "Hi", "completion": text} for text in texts]
-    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = about_answers(DataConfig(source="jsonl", format="chat", path=("own.jsonl",)))
-    assert [line.rpartition(": ")[0] for line in lines] == said
+def test_empty_answers_are_counted(tmp_path):
+    (tmp_path / "own.csv").write_text("prompt,completion\nHi,a\nHi, \nHi,b\n")
+    [line] = about_answers(DataConfig(source="csv", format="chat", path=(str(tmp_path),)))
+    assert line.startswith(f"  1 of 3 answers are empty, first {tmp_path}/own.csv:3: ")
 
 
 def test_answers_that_are_all_empty_are_refused(tmp_path):

@@ -276,11 +276,16 @@ def _check_beside(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
     for name in _BESIDE:
         if not row.get(name):
             continue
+        beside = f",{name}=prompt"
+        does = "joins them as paragraphs"
+        if isinstance(row[name], list):
+            beside = ""
+            does = f"leaves out {name!r}"
         raise DataError(
             f"the row has {columns[0]!r} and {name!r}.",
             where=where,
             why="there is no rule that joins the two to one message",
-            fix=f"{_FLAG} {columns[0]}=prompt,{name}=prompt,{columns[1]}=completion joins them as paragraphs",
+            fix=f"{_FLAG} {columns[0]}=prompt{beside},{columns[1]}=completion {does}",
         )
 
 

@@ -72,6 +72,7 @@ class Diagnosis:
         tallies: rows by what is odd about them.
         lengths: tokens of each conversation or document.
         targets: those of them that are trained on.
+        is_damaged: whether the rest of a file cannot be read.
     """
 
     data: DataConfig
@@ -83,6 +84,7 @@ class Diagnosis:
     tallies: dict[str, Tally] = field(default_factory=dict)
     lengths: "array[int]" = field(default_factory=lambda: array("I"))
     targets: "array[int]" = field(default_factory=lambda: array("I"))
+    is_damaged: bool = False
 
     def refuse(self, error: DataError, place: str) -> None:
         """Count a row that a run refuses."""
@@ -105,7 +107,9 @@ class Diagnosis:
 
     def _most_skipped(self) -> int:
         """Number of rows that a run leaves out at most, with ``data.bad_rows skip``."""
-        return max(1, self.rows // 100)
+        if self.is_damaged or self.data.source == "text":
+            return 0
+        return min(self.rows - 1, max(1, self.rows // 100))
 
     def seq_len(self) -> int:
         """The power of two that holds 99 of 100 conversations; 0 if documents, or no tokens, were counted."""
@@ -117,8 +121,7 @@ class Diagnosis:
         """Flags of a run on the files."""
         default = DataConfig()
         given = {name: value for name, value in vars(self.data).items() if value != getattr(default, name)}
-        is_read = self.data.source != "text" and self.num_refused < self.rows
-        if is_read and 0 < self.num_refused <= self._most_skipped():
+        if 0 < self.num_refused <= self._most_skipped():
             given["bad_rows"] = "skip"
         flags = [word for name, value in given.items() for word in flag(f"data.{name}", value)]
         if self.tokenizer:

@@ -97,6 +97,7 @@ class _Reading:
         self._is_start = not isinstance(became, Piece) or became.ends_document
         if isinstance(became, DataError):
             found.refuse(became, row.where)
+            found.is_damaged |= row.is_end
             return False
         found.unused.update(f"{key!r} of rows" for key in row.unused)
         if isinstance(became, Conversation):

@@ -21,12 +21,14 @@ class Row(NamedTuple):
         became: result; an empty document is a piece without text, and a refused row is an error.
         unused: its keys that nothing uses.
         file: index of its file.
+        is_end: whether the rest of the file cannot be read.
     """
 
     where: str
     became: Conversation | Piece | DataError
     unused: Sequence[str] = ()
     file: int = 0
+    is_end: bool = False
 
 
 def found_data(data: DataConfig, given: Collection[str]) -> tuple[DataConfig, tuple[Path, ...]]:
@@ -66,7 +68,7 @@ def read_rows(data: DataConfig, files: Sequence[Path]) -> Iterator[Row]:
             for row in _rows(data, file):
                 yield row._replace(file=index)
         except DataError as error:
-            yield Row(error.where or str(file), error, file=index)
+            yield Row(error.where or str(file), error, file=index, is_end=True)
 
 
 def _rows(data: DataConfig, file: Path) -> Iterator[Row]:
