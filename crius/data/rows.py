@@ -403,6 +403,7 @@ def checked_text(text: object, what: str, where: str) -> str:
         raise DataError(
             f"{what} is not Unicode text: lone surrogate \\u{ord(text[error.start]):04x} at character {error.start}.",
             where=where,
+            fix="remove the row",
         ) from error
     return text
 
