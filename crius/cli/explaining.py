@@ -103,7 +103,7 @@ def _argument(name: str) -> Argument:
 
 def _rules_of(name: str) -> list[str]:
     """Rules for the setting: the range of its number, and the rules whose code names it."""
-    found = [f"It must be {right}." for field, _, right, _ in rules.RANGES if field == name]
+    found = [f"It must be {row.right}." for row in rules.RANGES if name in row.examples]
     word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
     others = [rule for rule in rules.RULES if rule is not rules.ranges]
     return found + [

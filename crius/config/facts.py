@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from crius.config.resolve import Resolved
-from crius.errors import ConfigError, CriusError
+from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
+from crius.errors import ConfigError, CriusError, LayoutError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +68,40 @@ class Facts(Resolved):
         """``--name (origin)``, for the ``from`` line of an error."""
         return f"--{name} ({self.origin(name)})"
 
+    def given(self, *names: str) -> list[str]:
+        """Those of ``names`` that the run does not leave at their defaults."""
+        return [name for name in names if self.origin(name) != "default"]
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names``, with or without dashes, whose values are not the default ones."""
+        values = flatten(self.config)
+        defaults = flatten(RunConfig())
+        fields = {name: name.removeprefix("--") for name in names}
+        return [name for name, field in fields.items() if values[field] != defaults[field]]
+
+    def error(self, what: str, *names: str, why: str = "", fix: str = "") -> ConfigError:
+        """An error that comes from the settings ``names``."""
+        return ConfigError(what, where=", ".join(map(self.flag, names)), why=why, fix=fix)
+
+    def layout_error(self, what: str, *names: str, why: str = "", fix: str = "") -> LayoutError:
+        """An error of the layout that comes from the settings ``names``."""
+        return LayoutError(what, where=", ".join(map(self.flag, names)), why=why, fix=fix)
+
+    def no_effect(self, names: Iterable[str], reason: str, fix: str, why: str = "") -> "Violations":
+        """Errors about settings on the command line that have no effect in this run.
+
+        Args:
+            names: settings as the error writes them, with or without dashes.
+            reason: end of the sentence.
+            fix: what to type instead; ``NAME`` stands for the setting.
+            why: reason, if the sentence does not say it.
+        """
+        for shown in names:
+            name = shown.removeprefix("--")
+            if self.origin(name) == "command line":
+                fixed = fix.replace("NAME", name)
+                yield self.error(f"{shown} has no effect{reason}.", name, why=why, fix=fixed)
+
 
 Violations = Iterator[CriusError]
 Rule = Callable[[Facts], Violations]
-
-
-def without_effect(facts: Facts, rows: Iterable[tuple[str, str, str]], why: str = "") -> Violations:
-    """Errors about settings on the command line that have no effect in this run.
-
-    Args:
-        facts: of the run.
-        rows: for each such setting its name, with or without dashes, the end of the sentence, and what to type instead.
-        why: reason for all rows.
-    """
-    for shown, reason, fix in rows:
-        name = shown.removeprefix("--")
-        if facts.origin(name) == "command line":
-            yield ConfigError(f"{shown} has no effect{reason}.", where=facts.flag(name), why=why, fix=fix)

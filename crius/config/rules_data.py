@@ -3,13 +3,12 @@
 import shlex
 
 from crius.config.data import MEANINGS, SOURCES
-from crius.config.facts import Facts, Rule, Violations, without_effect
-from crius.errors import ConfigError
+from crius.config.facts import Facts, Rule, Violations
 
 CHAT_SOURCES = ("jsonl", "csv", "parquet", "tokens")
 """Sources whose rows can be conversations; a folder of tokens was written from such files."""
 
-_OF_CHAT = ("columns", "train_on", "train_on_end_of_turn")
+_OF_CHAT = ("data.columns", "data.train_on", "data.train_on_end_of_turn")
 
 
 def data_path_given(facts: Facts) -> Violations:
@@ -18,38 +17,43 @@ def data_path_given(facts: Facts) -> Violations:
     if facts.is_dry:
         return  # nothing is read
     if data.source == "stdlib" and data.path:
-        yield ConfigError(
+        yield facts.error(
             f"data.path {', '.join(data.path) or '(empty)'} has no effect with data.source stdlib.",
-            where=facts.flag("data.path"),
+            "data.path",
             fix="--data.source text or jsonl",
         )
     elif data.source != "stdlib" and not data.path:
-        yield ConfigError(
+        yield facts.error(
             f"data.source {data.source} needs data.path.",
-            where=facts.flag("data.source"),
+            "data.source",
             fix=f"e.g. --data.source {data.source} --data.path PATH",
         )
     elif data.source in ("tokens", "huggingface") and len(data.path) > 1:
-        yield ConfigError(
+        yield facts.error(
             f"data.source {data.source} takes one data.path, not {len(data.path)}.",
-            where=facts.flag("data.path"),
+            "data.path",
             fix=f"--data.path {data.path[0]}",
         )
 
 
 def validation_sets_have_names(facts: Facts) -> Violations:
     """Several validation sets have a name each, and data."""
-    sets, where = facts.config.validation.sets, facts.flag("validation.path")
+    name = "validation.path"
+    sets = facts.config.validation.sets
     fix = "--validation.path books=PATH --validation.path code=PATH; ./PATH where a path itself has a ="
-    if nameless := sets.get("") if len(sets) > 1 else ():
-        yield ConfigError(f"validation.path {' '.join(nameless)} is in no set, others are.", where=where, fix=fix)
-    for name in (name for name, paths in sets.items() if "" in paths and name):
-        yield ConfigError(f"validation.path {name}= names no data.", where=where, fix=fix)
+    if "" in sets and len(sets) > 1:
+        yield facts.error(f"{name} {' '.join(sets[''])} is in no set, others are.", name, fix=fix)
+    for title, paths in sets.items():
+        if title and "" in paths:
+            yield facts.error(f"{name} {title}= names no data.", name, fix=fix)
     source = facts.config.data.source
-    for name, paths in sets.items():
+    for title, paths in sets.items():
         if source in ("tokens", "huggingface") and len(paths) > 1:
-            what = f"data.source {source} takes one validation.path for a set, not {len(paths)}."
-            yield ConfigError(what, where=where, fix=f"--validation.path {name}{'=' * bool(name)}{paths[0]}")
+            yield facts.error(
+                f"data.source {source} takes one {name} for a set, not {len(paths)}.",
+                name,
+                fix=f"--{name} {title}={paths[0]}" if title else f"--{name} {paths[0]}",
+            )
 
 
 def data_flags_have_effect(facts: Facts) -> Violations:
@@ -64,21 +68,22 @@ def data_flags_have_effect(facts: Facts) -> Violations:
         "virtual_shards": ("huggingface",),
         "shuffle": ("stdlib", "text", "jsonl", "csv", "parquet", "tokens"),
     }
-    vain = {f"data.{name}": sources[0] for name, sources in owners.items() if like_jsonl not in sources}
-    reason = f" with data.source {source}"
-    rows = [(name, reason, f"leave it out, or --data.source {owner}") for name, owner in vain.items()]
-    return without_effect(facts, rows)
+    for name, sources in owners.items():
+        if like_jsonl not in sources:
+            fix = f"leave it out, or --data.source {sources[0]}"
+            yield from facts.no_effect([f"data.{name}"], f" with data.source {source}", fix)
 
 
 def virtual_shards_split(facts: Facts) -> Violations:
     """Each rank reads whole virtual shards of a stream."""
-    data, ranks = facts.config.data, facts.data_parallel_ranks
-    if data.source == "huggingface" and data.virtual_shards >= 1 and ranks >= 1 and data.virtual_shards % ranks:
-        yield ConfigError(
-            f"data.virtual_shards {data.virtual_shards} is not a multiple of the {ranks} data-parallel ranks.",
-            where=facts.flag("data.virtual_shards"),
+    shards = facts.config.data.virtual_shards
+    ranks = facts.data_parallel_ranks
+    if facts.config.data.source == "huggingface" and min(shards, ranks) >= 1 and shards % ranks:
+        yield facts.error(
+            f"data.virtual_shards {shards} is not a multiple of the {ranks} data-parallel ranks.",
+            "data.virtual_shards",
             why="each rank reads whole shards of a stream, so that no rank tokenises text of another rank",
-            fix=f"--data.virtual_shards {-(-data.virtual_shards // ranks) * ranks}",
+            fix=f"--data.virtual_shards {-(-shards // ranks) * ranks}",
         )
 
 
@@ -88,17 +93,17 @@ def chat_reads_conversations(facts: Facts) -> Violations:
     if data.format != "chat" or facts.is_dry:
         return
     if data.source not in CHAT_SOURCES:
-        yield ConfigError(
+        yield facts.error(
             f"data.format chat does not go with data.source {data.source}.",
-            where=facts.flag("data.format"),
+            "data.format",
             why="conversations are rows of files",
             fix=f"--data.source {' or '.join(CHAT_SOURCES)}, or --data.format documents",
         )
     if config.tokenizer.path == "byte":
         is_drawn = not config.checkpoint.init_from
-        yield ConfigError(
+        yield facts.error(
             "data.format chat needs a tokenizer with a chat template; tokenizer.path byte has none.",
-            where=facts.flag("tokenizer.path"),
+            "tokenizer.path",
             why="weights of --checkpoint.init_from come with their tokenizer; without it all weights start at random"
             if is_drawn
             else "",
@@ -107,17 +112,17 @@ def chat_reads_conversations(facts: Facts) -> Violations:
         )
     names = data.named_columns
     if len(names) > 2 or len({*names}) < len(names):
-        yield ConfigError(
+        yield facts.error(
             f"data.columns {', '.join(names)} must be one or two columns.",
-            where=facts.flag("data.columns"),
+            "data.columns",
             why="a conversation is a list of messages, or a prompt and its completion",
             fix=" ".join(f"--data.columns {shlex.quote(name)}" for name in dict.fromkeys(names[:2])),
         )
     for name, meaning in data.meanings.items():
         if meaning not in MEANINGS:
-            yield ConfigError(
+            yield facts.error(
                 f"data.columns {name}={meaning} has no known meaning.",
-                where=facts.flag("data.columns"),
+                "data.columns",
                 why=f"a name of the files can stand for {', '.join(MEANINGS)}",
                 fix=f"--data.columns {meaning}={name}" if name in MEANINGS else f"e.g. --data.columns {name}=messages",
             )
@@ -125,12 +130,16 @@ def chat_reads_conversations(facts: Facts) -> Violations:
 
 def chat_flags_have_effect(facts: Facts) -> Violations:
     """A setting of one format is not given on the command line for the other format."""
-    is_chat = facts.config.data.format == "chat"
-    vain = ("text_field", "add_bos", "add_eos") if is_chat else _OF_CHAT
-    reason, other = f" with data.format {facts.config.data.format}", "documents" if is_chat else "chat"
-    rows = [(f"data.{name}", reason, f"leave it out, or --data.format {other}") for name in vain]
-    why = "the chat template writes every token of a conversation" if is_chat else ""
-    return without_effect(facts, rows, why)
+    if facts.config.data.format == "chat":
+        yield from facts.no_effect(
+            ("data.text_field", "data.add_bos", "data.add_eos"),
+            " with data.format chat",
+            why="the chat template writes every token of a conversation",
+            fix="leave it out, or --data.format documents",
+        )
+    else:
+        fix = "leave it out, or --data.format chat"
+        yield from facts.no_effect(_OF_CHAT, " with data.format documents", fix)
 
 
 def length_is_said_once(facts: Facts) -> Violations:
@@ -140,15 +149,16 @@ def length_is_said_once(facts: Facts) -> Violations:
         return  # ``ranges`` reports it
     # if two sources gave them, the stronger one has won, and the other setting has its default or follows from the plan
     if epochs > 0 and facts.origin("training.steps") == facts.origin("training.epochs") != "default":
-        yield ConfigError(
+        yield facts.error(
             f"training.epochs {epochs} and training.steps {steps} both give the length of the run.",
-            where=f"{facts.flag('training.epochs')}, {facts.flag('training.steps')}",
+            "training.epochs",
+            "training.steps",
             fix="leave out one of them",
         )
     if epochs > 0 and facts.config.data.source == "huggingface":
-        yield ConfigError(
+        yield facts.error(
             f"training.epochs {epochs} does not go with a stream.",
-            where=facts.flag("training.epochs"),
+            "training.epochs",
             why="the number of sequences of a stream is not known before it was read",
             fix="--training.epochs -1 and a number of steps, or a local copy of the data",
         )
@@ -158,9 +168,10 @@ def packed_samples_keep_apart(facts: Facts) -> Violations:
     """Conversations in one sequence do not see each other."""
     data, mask = facts.config.data, facts.config.model.attention_mask
     if data.format == "chat" and data.packing and mask != "document":
-        yield ConfigError(
+        yield facts.error(
             f"packed conversations see those before them in their sequence with model.attention_mask {mask}.",
-            where=f"{facts.flag('data.packing')}, {facts.flag('model.attention_mask')}",
+            "data.packing",
+            "model.attention_mask",
             why="the mask belongs to the model, so the data does not change it by itself",
             fix="--model.attention_mask document, or --data.no_packing",
         )
@@ -169,16 +180,16 @@ def packed_samples_keep_apart(facts: Facts) -> Violations:
 def sample_flags_have_effect(facts: Facts) -> Violations:
     """Packing and too_long are for conversations only, and not for a folder of tokens, which already has its masks."""
     data = facts.config.data
-    names: tuple[str, ...] = ("packing", "too_long")
-    fix = "leave it out, or --data.format chat"
-    reason = f" with data.format {data.format}"
-    why = "documents follow one another without padding, and a long one continues in the next sequence"
-    if data.format == "chat" and data.source != "tokens":
-        return
-    if data.format == "chat":
-        names, reason, fix = ("columns", "train_on", "train_on_end_of_turn"), " with data.source tokens", "leave it out"
+    if data.format != "chat":
+        yield from facts.no_effect(
+            ("data.packing", "data.too_long"),
+            " with data.format documents",
+            why="documents follow one another without padding, and a long one continues in the next sequence",
+            fix="leave it out, or --data.format chat",
+        )
+    elif data.source == "tokens":
         why = "crius data prepare has applied them to the folder"
-    yield from without_effect(facts, [(f"data.{name}", reason, fix) for name in names], why)
+        yield from facts.no_effect(_OF_CHAT, " with data.source tokens", "leave it out", why)
 
 
 CORPUS_RULES: tuple[Rule, ...] = (

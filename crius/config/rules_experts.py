@@ -1,8 +1,7 @@
 """Rules about the split of experts over ranks."""
 
 from crius.config.facts import Facts, Rule, Violations
-from crius.config.rules_layout import divisors, reshard_degree_divides
-from crius.errors import LayoutError
+from crius.config.rules_layout import divisors, listed, reshard_degree_divides
 
 DEGREE = "parallelism.expert_parallel_degree"
 
@@ -20,9 +19,9 @@ def expert_parallel_divides(facts: Facts) -> Violations:
     if degree <= 1 or model is None or facts.config.model.num_experts == 0:
         return
     if not facts.has_experts:
-        yield LayoutError(
+        yield facts.layout_error(
             f"expert_parallel_degree {degree} needs a model with experts, and {facts.model_name} has none.",
-            where=facts.flag(DEGREE),
+            DEGREE,
             fix=f"--{DEGREE} 1",
         )
         return
@@ -33,7 +32,7 @@ def expert_parallel_divides(facts: Facts) -> Violations:
     shards, replicas = (f"parallelism.data_parallel_{name}_degree" for name in ("shard", "replicate"))
     copies = facts.config.parallelism.data_parallel_replicate_degree
     is_among_replicas = experts % degree == 0 and copies % degree == 0
-    fix = f"use {', '.join(map(str, legal))}, e.g. --{DEGREE} {max(n for n in legal if n <= degree)}"
+    fix = f"use {listed(legal)}, e.g. --{DEGREE} {max(n for n in legal if n <= degree)}"
     if is_among_replicas:  # as in ddp4_ep2, which is to be hsdp2x2_ep2
         more = facts.config.parallelism.shard_degree(facts.num_ranks) * degree
         one = f"hsdp{copies // degree}x{more}" if copies > degree else f"fsdp{more}"
@@ -43,9 +42,9 @@ def expert_parallel_divides(facts: Facts) -> Violations:
         f"ranks that share a layer, {ranks}": ranks,
     }
     undivided = ", and ".join(f"the {what}" for what, count in counts.items() if count % degree)
-    yield LayoutError(
-        f"expert_parallel_degree {degree} does not divide {undivided}; legal: {', '.join(map(str, legal))}.",
-        where=facts.flag(DEGREE),
+    yield facts.layout_error(
+        f"expert_parallel_degree {degree} does not divide {undivided}; legal: {listed(legal)}.",
+        DEGREE,
         why="the ranks are those of FSDP, context and tensor parallelism; replicas have all experts each",
         fix=fix,
     )
@@ -71,10 +70,10 @@ def experts_split_evenly(facts: Facts) -> Violations:
     legal = [n for n in divisors(ranks) if experts % n == 0 and not _uneven(facts, n, ranks)]
     if degree not in legal:
         shown = [f"--{DEGREE} {n}" for n in legal if n > degree][:1] or [f"--{DEGREE} {n}" for n in legal[-1:]]
-        yield LayoutError(
+        yield facts.layout_error(
             f"{ranks // degree} FSDP ranks share {experts // degree} experts of a layer and do not divide "
             f"{' and '.join(_uneven(facts, degree, ranks))}, rows of each.",
-            where=facts.flag(DEGREE),
+            DEGREE,
             why="with fewer experts than ranks FSDP splits the rows of every expert into equal parts",
             fix=shown[0] if shown else _more_replicas(facts),
         )
@@ -102,10 +101,10 @@ def experts_are_not_resharded(facts: Facts) -> Violations:
     assert facts.model is not None
     is_inside = facts.model.num_experts < _ranks(facts)
     if degree > 1 or is_inside:
-        yield LayoutError(
+        yield facts.layout_error(
             f"{name} {mode} is not possible "
             + (f"with expert_parallel_degree {degree}." if degree > 1 else "where experts are split inside."),
-            where=facts.flag(name),
+            name,
             why="torch reshards to fewer ranks only weights that FSDP alone has split, by their first dim",
             fix=f"--{name} never",
         )

@@ -1,14 +1,14 @@
 """Rules about the layout: degrees, ranks, batches, and which optimisations can be combined."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
 from crius.config.training import SAVE_OPS, ActivationCheckpointConfig
-from crius.errors import ConfigError, LayoutError
+from crius.errors import LayoutError
 from crius.host import MOST_SHARING, SHARE_GPU, most_open_files
 
 MOST_RANKS_WITHOUT_A_DOUBT = 32
@@ -18,6 +18,11 @@ RANKS_A_CORE = 8
 def divisors(number: int) -> Iterator[int]:
     """The numbers that divide ``number``, from 1 up."""
     return (n for n in range(1, number + 1) if number % n == 0)
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """The numbers with commas between them."""
+    return ", ".join(map(str, numbers))
 
 
 def degrees_match_ranks(facts: Facts) -> Violations:
@@ -65,9 +70,9 @@ def ranks_fit_gpus(facts: Facts) -> Violations:
             fix="--dry_run shows memory and work of each rank; or start the run on a cluster with torchrun or Slurm",
         )
     if device == "cuda" and facts.num_gpus == 0:
-        yield LayoutError(
+        yield facts.layout_error(
             "no GPU that torch can use was found.",
-            where=facts.flag("training.device"),
+            "training.device",
             fix="--training.device cpu; crius doctor shows what is missing",
         )
     elif device != "cpu" and 0 < facts.num_gpus < facts.local_ranks and not facts.sharing:
@@ -96,9 +101,9 @@ def shared_gpu_takes(facts: Facts) -> Violations:
     name = "parallelism.pipeline_parallel_degree"
     degree = config.parallelism.pipeline_parallel_degree
     if degree > 1 and facts.sharing == "gloo":
-        yield LayoutError(
+        yield facts.layout_error(
             f"{name} {degree} is not possible on a GPU that ranks share over Gloo.",
-            where=facts.flag(name),
+            name,
             why="a stage sends its output to the next one, and Gloo sends host memory only",
             fix=f"--{name} 1, or export {SHARE_GPU}=nccl with NCCL 2.30 or newer: docs/gpu.md",
         )
@@ -130,12 +135,10 @@ def batch_divides(facts: Facts) -> Violations:
     try:
         batch_sizes(training, facts.data_parallel_ranks, microbatch_unit(facts.config.parallelism))
     except ValueError as error:
-        names = ("training.global_batch_size", "training.local_batch_size")
-        given = [name for name in names if facts.origin(name) != "default"]
         sentence, _, remedy = str(error).partition("; ")
-        yield ConfigError(
+        yield facts.error(
             f"{sentence}.",
-            where=", ".join(facts.flag(name) for name in given),
+            *facts.given("training.global_batch_size", "training.local_batch_size"),
             why="every rank computes whole microbatches, at least one per step",
             fix=f"--training.global_batch_size {remedy.rpartition(' ')[2]} ({remedy})",
         )
@@ -151,11 +154,11 @@ def reshard_degree_divides(facts: Facts) -> Violations:
     shards = parallelism.shard_degree(facts.num_ranks) * parallelism.context_parallel_degree
     legal = [n for n in range(2, shards) if shards % n == 0]
     if mode not in legal:
-        yield LayoutError(
+        yield facts.layout_error(
             f"{name} {mode} is not a proper divisor of the shard degree {shards}.",
-            where=facts.flag(name),
+            name,
             why="weights are resharded to groups of that many ranks; 1 means never, the shard degree means always",
-            fix=f"use {', '.join(map(str, legal)) or 'always or never'}",
+            fix=f"use {listed(legal) or 'always or never'}",
         )
 
 
@@ -166,9 +169,9 @@ def reshard_groups_need_all_ranks(facts: Facts) -> Violations:
     split = {"tensor": parallelism.tensor_parallel_degree, "pipeline": parallelism.pipeline_parallel_degree}
     others = [kind for kind, degree in split.items() if degree > 1]
     if isinstance(mode, int) and others:
-        yield LayoutError(
+        yield facts.layout_error(
             f"{name} {mode} is not possible under {' and '.join(others)} parallelism.",
-            where=facts.flag(name),
+            name,
             why="torch creates its groups in a call of all ranks, and ranks with different weights would wait for ever",
             fix=f"--{name} never",
         )
@@ -181,9 +184,9 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
     if degree <= 1 or model is None:
         return
     if not model.plan.tensor_parallel:
-        yield LayoutError(
+        yield facts.layout_error(
             f"the sharding plan of {facts.model_name} has no tensor-parallel rows.",
-            where=facts.flag(name),
+            name,
             why="the rows say how each module is split",
             fix=f"--{name} 1, or add rows to the plan: docs/adding_a_model.md",
         )
@@ -204,11 +207,11 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
 
     legal = [n for n in divisors(queries) if not undivided(n)]
     if degree not in legal:
-        shown = ", ".join(map(str, legal))
-        yield LayoutError(
+        shown = listed(legal)
+        yield facts.layout_error(
             f"tensor_parallel_degree {degree} does not divide {' and '.join(undivided(degree))} of "
             f"{facts.model_name}; legal: {shown}.",
-            where=facts.flag(name),
+            name,
             why="each rank has whole heads; if there are fewer key/value heads than ranks, they are replicated evenly",
             fix=f"use {shown}, e.g. --{name} {max(n for n in legal if n <= degree)}",
         )
@@ -226,9 +229,9 @@ def sequence_divides(facts: Facts) -> Violations:
         return
     below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
     parts = [f"{tp} tensor-parallel ranks"] * (tp > 1) + [f"{cp} context-parallel ranks"] * (cp > 1)
-    yield LayoutError(
+    yield facts.layout_error(
         f"training.seq_len {seq_len} is not a multiple of {unit}, which {' and '.join(parts)} need.",
-        where=facts.flag("training.seq_len"),
+        "training.seq_len",
         why="each rank holds an equal part of every sequence" + ": an early and a late one" * (chunks > cp),
         fix=f"--training.seq_len {below or above}" + f", or {above}" * bool(below),
     )
@@ -240,9 +243,9 @@ def ulysses_divides(facts: Facts) -> Violations:
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     method = "parallelism.context_parallel_method"
     if cp == 1 and facts.origin(method) == "command line" and parallelism.context_parallel_method != "all_gather":
-        yield ConfigError(
+        yield facts.error(
             f"{method} {parallelism.context_parallel_method} has no effect at context_parallel_degree 1.",
-            where=facts.flag(method),
+            method,
             fix="--parallelism.context_parallel_degree 2, or leave it out",
         )
     if cp <= 1 or tp < 1 or model is None or parallelism.context_parallel_method != "ulysses":
@@ -252,10 +255,10 @@ def ulysses_divides(facts: Facts) -> Violations:
     legal = [n for n in divisors(heads) if kv % n == 0 or n % kv == 0]
     if cp not in legal:
         name = "parallelism.context_parallel_degree"
-        yield LayoutError(
+        yield facts.layout_error(
             f"context_parallel_degree {cp} does not divide the {heads} query and {kv} key/value heads of a rank; "
-            f"legal with ulysses: {', '.join(map(str, legal))}.",
-            where=facts.flag(name),
+            f"legal with ulysses: {listed(legal)}.",
+            name,
             why="ulysses gives each rank all tokens of some heads",
             fix=f"--{name} {max(n for n in legal if n <= cp)}, or --parallelism.context_parallel_method all_gather",
         )
@@ -266,9 +269,9 @@ def gradient_sync_under_pipeline(facts: Facts) -> Violations:
     config = facts.config
     mode = config.training.gradient_sync
     if config.parallelism.pipeline_parallel_degree > 1 and mode in ("immediate", "auto"):
-        yield ConfigError(
+        yield facts.error(
             f"gradient_sync {mode} is not possible under pipeline parallelism.",
-            where=facts.flag("training.gradient_sync"),
+            "training.gradient_sync",
             why="torch.distributed.pipelining reduces gradients once per step, after the last microbatch",
             fix="--training.gradient_sync deferred, or leave it out",
         )
@@ -280,22 +283,22 @@ def async_tensor_parallel_needs(facts: Facts) -> Violations:
     if not config.parallelism.enable_async_tensor_parallel:
         return
     if not config.compile.enable:
-        yield ConfigError(
+        yield facts.error(
             "enable_async_tensor_parallel needs torch.compile.",
-            where=facts.flag(name),
+            name,
             why="a pass of its inductor backend fuses matmuls with their communication",
             fix="--compile.enable",
         )
     elif config.compile.backend != "inductor":
-        yield ConfigError(
+        yield facts.error(
             f"enable_async_tensor_parallel has no effect with compile.backend {config.compile.backend}.",
-            where=facts.flag("compile.backend"),
+            "compile.backend",
             fix="--compile.backend inductor",
         )
     if config.parallelism.tensor_parallel_degree == 1:
-        yield ConfigError(
+        yield facts.error(
             "enable_async_tensor_parallel has no effect at tensor_parallel_degree 1.",
-            where=facts.flag(name),
+            name,
             fix="--parallelism.tensor_parallel_degree 2, or leave it out",
         )
 
@@ -304,18 +307,17 @@ def compile_flags_have_effect(facts: Facts) -> Violations:
     """Settings of torch.compile are given only with it."""
     compile_ = facts.config.compile
     if compile_.loss and not compile_.enable:
-        yield ConfigError(
-            "compile.loss needs compile.enable.", where=facts.flag("compile.loss"), fix="--compile.enable"
-        )
+        yield facts.error("compile.loss needs compile.enable.", "compile.loss", fix="--compile.enable")
     if compile_.enable and compile_.backend == "cudagraphs" and facts.num_ranks > 1:
-        yield ConfigError(
+        yield facts.error(
             f"compile.backend cudagraphs does not go with {facts.num_ranks} ranks.",
-            where=facts.flag("compile.backend"),
+            "compile.backend",
             why="a CUDA graph has fixed addresses, and FSDP gathers weights to new addresses in each step",
             fix="--compile.backend inductor",
         )
-    names = () if compile_.enable else ("compile.backend", "compile.cache_dir", "compile.max_recompiles")
-    yield from without_effect(facts, [(name, " without compile.enable", "--compile.enable") for name in names])
+    if not compile_.enable:
+        names = ("compile.backend", "compile.cache_dir", "compile.max_recompiles")
+        yield from facts.no_effect(names, " without compile.enable", "--compile.enable")
 
 
 def activation_checkpoint_options(facts: Facts) -> Violations:
@@ -328,42 +330,42 @@ def activation_checkpoint_options(facts: Facts) -> Violations:
         # auto uses the default options of each mode; a file may have options of the mode that none or full replaced
         is_lost = section.mode == "auto" and getattr(section, name) != getattr(ActivationCheckpointConfig(), name)
         if section.mode != mode and (is_asked or is_lost):
-            yield ConfigError(
+            yield facts.error(
                 f"{prefix}.{name} has no effect with {prefix}.mode {section.mode}.",
-                where=facts.flag(f"{prefix}.{name}"),
+                f"{prefix}.{name}",
                 fix=f"--{prefix}.mode {mode}, or leave it out",
             )
     if isinstance(section.selective_option, int) and section.selective_option < 1:
-        yield ConfigError(
+        yield facts.error(
             f"{prefix}.selective_option {section.selective_option} must be op, or an integer of at least 1.",
-            where=facts.flag(f"{prefix}.selective_option"),
+            f"{prefix}.selective_option",
             fix=f"e.g. --{prefix}.selective_option 2",
         )
     for entry in section.save_ops:
         if entry not in SAVE_OPS and not re.fullmatch(r"\w+\.\w+\.\w+", entry):
-            yield ConfigError(
+            yield facts.error(
                 f"{prefix}.save_ops {entry} is neither a category nor an ATen op{did_you_mean(entry, SAVE_OPS) or '.'}",
-                where=facts.flag(f"{prefix}.save_ops"),
+                f"{prefix}.save_ops",
                 why=f"categories are {', '.join(SAVE_OPS)}; ops are written like aten.mm.default",
                 fix=f"--{prefix}.save_ops attention",
             )
     if not 0 <= section.memory_budget <= 1:
-        yield ConfigError(
+        yield facts.error(
             f"{prefix}.memory_budget {section.memory_budget} must be in [0, 1].",
-            where=facts.flag(f"{prefix}.memory_budget"),
+            f"{prefix}.memory_budget",
             fix=f"e.g. --{prefix}.memory_budget 0.5",
         )
     if section.mode == "memory_budget" and not config.compile.enable:
-        yield ConfigError(
+        yield facts.error(
             f"{prefix}.mode memory_budget needs torch.compile.",
-            where=facts.flag(f"{prefix}.mode"),
+            f"{prefix}.mode",
             why="its partitioner chooses the ops to recompute",
             fix="--compile.enable",
         )
     elif section.mode == "memory_budget" and config.compile.backend == "eager":
-        yield ConfigError(
+        yield facts.error(
             f"{prefix}.mode memory_budget has no effect with compile.backend eager.",
-            where=facts.flag("compile.backend"),
+            "compile.backend",
             fix="--compile.backend inductor",
         )
 

@@ -1,20 +1,24 @@
 """Rules of models with experts."""
 
-from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import CUSTOM
 from crius.config.param_groups import group_of, parse_group
-from crius.errors import ConfigError
 
-SETTINGS = ("aux_loss", "aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate")
+SETTINGS = (
+    "--moe.aux_loss",
+    "--moe.aux_loss_coefficient",
+    "--moe.z_loss_coefficient",
+    "--moe.bias_update_rate",
+)
 
 
 def balance_is_of_sequences(facts: Facts) -> Violations:
     """A balance loss is taken over the tokens of one sequence, which no layout splits."""
     asked = facts.config.moe.aux_loss
     if asked not in ("sequence", "none"):
-        yield ConfigError(
+        yield facts.error(
             f"moe.aux_loss {asked} must be sequence or none.",
-            where=facts.flag("moe.aux_loss"),
+            "moe.aux_loss",
             why="a balance loss over a microbatch or a rank's part of the batch depends on how the batch is split: "
             "another layout would give another curve",
             fix="--moe.aux_loss sequence",
@@ -26,18 +30,14 @@ def settings_need_experts(facts: Facts) -> Violations:
     if facts.model is None or facts.config.model.num_experts == 0:
         return  # known_model or ranges reports it
     if not facts.model.num_experts:
-        rows = [(f"--moe.{name}", f": {facts.model_name} has no experts", "leave it out") for name in SETTINGS]
-        yield from without_effect(facts, rows)
+        yield from facts.no_effect(SETTINGS, f": {facts.model_name} has no experts", "leave it out")
         return
-    no_bias = f": the router of {facts.model_name} has no bias"
-    rows = (
-        []
-        if getattr(facts.model.config, "router_bias", False)
-        else [("--moe.bias_update_rate", no_bias, "leave it out")]
-    )
+    if not getattr(facts.model.config, "router_bias", False):
+        reason = f": the router of {facts.model_name} has no bias"
+        yield from facts.no_effect(["--moe.bias_update_rate"], reason, "leave it out")
     if facts.config.moe.aux_loss == "none":
-        rows.append(("--moe.aux_loss_coefficient", " with --moe.aux_loss none", "--moe.aux_loss sequence"))
-    yield from without_effect(facts, rows)
+        reason = " with --moe.aux_loss none"
+        yield from facts.no_effect(["--moe.aux_loss_coefficient"], reason, "--moe.aux_loss sequence")
 
 
 def experts_are_enough(facts: Facts) -> Violations:
@@ -46,38 +46,27 @@ def experts_are_enough(facts: Facts) -> Violations:
     if model is None or not model.num_experts or min(model.num_experts, model.top_k) < 1:
         return  # known_model reports it
     if model.top_k > model.num_experts:
-        given = [name for name in ("top_k", "num_experts") if facts.origin(f"model.{name}") != "default"]
-        yield ConfigError(
+        yield facts.error(
             f"model.top_k {model.top_k} is more than the {model.num_experts} experts of {facts.model_name}.",
-            where=", ".join(facts.flag(f"model.{name}") for name in given) or facts.flag("model.top_k"),
+            *(facts.given("model.top_k", "model.num_experts") or ["model.top_k"]),
             why="a token visits each of its experts once",
             fix=f"--model.top_k {model.num_experts}, or more experts: --model.num_experts {model.top_k}",
         )
     is_free = facts.config.model.flavor == CUSTOM and model.config.ffn_dim == facts.config.model.ffn_dim
     if not model.dense[0] and not is_free:
-        row = (
-            "--model.ffn_dim",
-            f": all layers of {facts.model_name} have experts, whose width is model.expert_ffn_dim",
-            "leave it out",
-        )
-        yield from without_effect(facts, [row])
+        reason = f": all layers of {facts.model_name} have experts, whose width is model.expert_ffn_dim"
+        yield from facts.no_effect(["--model.ffn_dim"], reason, "leave it out")
 
 
 def router_learns(facts: Facts) -> Violations:
     """A router that chooses one expert, and gives it weight 1, has no gradient but that of the balance losses."""
     model, moe = facts.model, facts.config.moe
-    if (
-        model is None
-        or not facts.has_experts
-        or model.top_k != 1
-        or not model.config.norm_topk
-        or facts.config.lora.is_on
-    ):
+    if not facts.has_experts or model.top_k != 1 or not model.config.norm_topk or facts.config.lora.is_on:
         return
     if (moe.aux_loss == "none" or moe.aux_loss_coefficient == 0) and moe.z_loss_coefficient == 0:
-        yield ConfigError(
+        yield facts.error(
             f"the router of {facts.model_name} would learn nothing with model.top_k 1 and without a balance loss.",
-            where=facts.flag("model.top_k"),
+            "model.top_k",
             why="the weights of a token's experts are divided by their sum: with one expert the weight is always 1",
             fix="--model.top_k 2, or --moe.aux_loss sequence --moe.aux_loss_coefficient 1e-3",
         )
@@ -88,9 +77,9 @@ def some_layer_has_experts(facts: Facts) -> Violations:
     model = facts.model
     num_dense = getattr(model.config, "num_dense_layers", 0) if model else 0
     if model is not None and 0 < model.num_layers <= num_dense:
-        yield ConfigError(
+        yield facts.error(
             f"model.num_layers {model.num_layers} leaves {facts.model_name} no layer with experts.",
-            where=facts.flag("model.num_layers"),
+            "model.num_layers",
             why=f"its first {num_dense} are dense",
             fix=f"--model.num_layers {num_dense + 1}",
         )
@@ -104,17 +93,17 @@ def groups_have_enough(facts: Facts) -> Violations:
         return
     experts, best = model.num_experts, model.config.top_groups
     if experts % groups or experts < 2 * groups:
-        yield ConfigError(
+        yield facts.error(
             f"model.num_experts {experts} does not divide into {groups} equal groups of two or more.",
-            where=facts.flag("model.num_experts"),
+            "model.num_experts",
             why=f"{facts.model_name} chooses among its groups by their two best experts",
             fix=f"--model.num_experts {max(2, -(-experts // groups)) * groups}",
         )
     elif model.top_k > best * experts // groups:
-        yield ConfigError(
+        yield facts.error(
             f"model.top_k {model.top_k} is more than the experts in the best {best} of {groups} groups of "
             f"{facts.model_name}, {best * experts // groups} of {experts}.",
-            where=facts.flag("model.top_k"),
+            "model.top_k",
             why="a token visits experts of its best groups only",
             fix=f"--model.top_k {max(1, best * experts // groups)}",
         )
@@ -132,9 +121,9 @@ def muon_needs_matrices(facts: Facts) -> Violations:
     experts = [weight.name for weight in facts.model.weights if weight.kind == "expert"]
     chosen = {name: spec.optimizer if (spec := group_of(specs, name)) else None for name in experts}
     if any((kind or optimizer.name) == "muon" for kind in chosen.values()):
-        yield ConfigError(
+        yield facts.error(
             f"Muon does not update the experts of {facts.model_name}.",
-            where=facts.flag("optimizer.name"),
+            "optimizer.name",
             why="Muon for stacked matrices is not built yet",
             fix='--optimizer.param_groups "feed_forward.experts: optimizer=adamw", or --optimizer.name adamw',
         )

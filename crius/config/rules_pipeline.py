@@ -1,7 +1,6 @@
 """Rules about the pipeline: stages, microbatches, schedule files, and the settings that a split backward excludes."""
 
-from crius.config.facts import Facts, Rule, Violations, without_effect
-from crius.config.parallelism import ParallelismConfig
+from crius.config.facts import Facts, Rule, Violations
 from crius.config.pipeline import (
     V_SCHEDULES,
     is_layer,
@@ -14,11 +13,11 @@ from crius.config.pipeline import (
     stages_per_rank,
 )
 from crius.config.resolve import batch_sizes
+from crius.config.rules_layout import listed
 from crius.config.schedule import PREFIX, read_schedule
 from crius.errors import LayoutError
 from crius.plugins import install_line, installed_torch
 
-_DEFAULTS = ParallelismConfig()
 _SPLITTING_TORCH = (2, 13)
 """The first torch whose split backward supports autograd functions written in Python."""
 
@@ -34,20 +33,18 @@ def _is_sound(facts: Facts) -> bool:
 def pipeline_flags_have_effect(facts: Facts) -> Violations:
     """Settings of a pipeline are not given without a pipeline, nor given twice."""
     parallelism = facts.config.parallelism
-    less = ("first_stage_less_layers", "last_stage_less_layers")
-    found: list[tuple[str, str]] = []
+    less = ["first_stage_less_layers", "last_stage_less_layers"]
+    found: dict[str, list[str]] = {}
     if parallelism.pipeline_parallel_degree == 1:
-        fields = ("schedule", "schedule_csv", "stages_per_rank", *less, "module_names_per_stage")
-        found = [(field, "pipeline_parallel_degree 1") for field in fields]
+        of_pipelines = ["schedule", "schedule_csv", "stages_per_rank", *less, "module_names_per_stage"]
+        found["pipeline_parallel_degree 1"] = of_pipelines
     elif parallelism.pipeline_parallel_schedule_csv:
-        found = [(field, "a schedule file, which sets both") for field in ("schedule", "stages_per_rank")]
+        found["a schedule file, which sets both"] = ["schedule", "stages_per_rank"]
     if parallelism.pipeline_parallel_module_names_per_stage and parallelism.pipeline_parallel_degree > 1:
-        found += [(field, "explicit modules of each stage") for field in less]
-    values, defaults = vars(parallelism), vars(_DEFAULTS)
-    for field, reason in found:
-        flag = f"--{PREFIX}{field}"
-        if values[f"pipeline_parallel_{field}"] != defaults[f"pipeline_parallel_{field}"]:
-            yield from without_effect(facts, [(flag, f" with {reason}", f"leave out {flag}")])
+        found["explicit modules of each stage"] = less
+    for reason, fields in found.items():
+        vain = facts.changed(f"--{PREFIX}{field}" for field in fields)
+        yield from facts.no_effect(vain, f" with {reason}", "leave out --NAME")
 
 
 def schedule_file_runs(facts: Facts) -> Violations:
@@ -72,9 +69,9 @@ def stages_per_rank_suit(facts: Facts) -> Violations:
         name = f"{PREFIX}stages_per_rank"
         right = f"exactly {least}" if least == most else f"at least {least}"
         other = f", or --{PREFIX}schedule interleave_1f1b" if most == 1 and given > 1 else ""
-        yield LayoutError(
+        yield facts.layout_error(
             f"{name} {given} does not suit {schedule}, which needs {right} on each rank.",
-            where=facts.flag(name),
+            name,
             fix=f"--{name} -1 (here: {least})" + other,
         )
 
@@ -99,10 +96,10 @@ def modules_split(facts: Facts) -> Violations:
         fix = f"--{name} {max(halves or legal)}"
     else:
         fix = f"--model.num_layers {stages}, or a schedule with fewer stages"
-    yield LayoutError(
+    yield facts.layout_error(
         f"{degree} pipeline ranks with {each} stages each make {stages} stages, more than the {layers} layers of "
-        f"{facts.model_name}; legal degrees: {', '.join(map(str, [1, *legal]))}.",
-        where=facts.flag(name),
+        f"{facts.model_name}; legal degrees: {listed([1, *legal])}.",
+        name,
         why="every stage has at least one layer",
         fix=fix,
     )
@@ -123,21 +120,20 @@ def microbatches_suit(facts: Facts) -> Violations:
     if microbatches_allowed(parallelism, count):
         return
     legal = legal_microbatches(parallelism, share)
-    given = [f"training.{name}" for name in ("global_batch_size", "local_batch_size")]
-    given = [name for name in given if facts.origin(name) != "default"]
+    given = facts.given("training.global_batch_size", "training.local_batch_size")
     of_each = f"the {share} sequences of a data-parallel rank"
     if legal:
-        shown = f"legal for {of_each}: {', '.join(map(str, legal))}"
+        shown = f"legal for {of_each}: {listed(legal)}"
         fix = f"--training.local_batch_size {share // min(legal, key=lambda n: abs(n - count))}"
     else:
         shown = f"no legal count divides {of_each}"
         total = -(-batch.total // (ranks * unit)) * ranks * unit
         fix = f"--training.global_batch_size {total} --training.local_batch_size -1"
     schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
-    yield LayoutError(
+    yield facts.layout_error(
         f"{count} microbatches per step do not suit {schedule} on {parallelism.pipeline_parallel_degree} pipeline ranks"
         f"; {shown}.",
-        where=", ".join(facts.flag(name) for name in given) or facts.flag(f"{PREFIX}degree"),
+        *(given or [f"{PREFIX}degree"]),
         why=f"every multiple of {unit} fills the pipeline",
         fix=fix,
     )
@@ -155,34 +151,34 @@ def split_backward_goes_with(facts: Facts) -> Violations:
         asked, other = "schedule", f"--{PREFIX}schedule interleave_1f1b"
     schedule = f"{PREFIX}{asked} {getattr(parallelism, f'pipeline_parallel_{asked}')}"
     if (version := installed_torch()) and version[0] < _SPLITTING_TORCH:
-        yield LayoutError(
+        yield facts.layout_error(
             f"{schedule} needs torch 2.13 or newer; torch {version[1]} is installed.",
-            where=facts.flag(f"{PREFIX}{asked}"),
+            f"{PREFIX}{asked}",
             why="older versions cannot compute gradients of weights apart through autograd functions in Python",
             fix=f"{other}, or {install_line('--upgrade', 'torch>=2.13')}",
         )
     mode = parallelism.reshard_after_forward_mode
     if mode == "always":
         name = "parallelism.reshard_after_forward_mode"
-        yield LayoutError(
+        yield facts.layout_error(
             f"{name} {mode} loses gradients under {schedule}.",
-            where=facts.flag(name),
+            name,
             why="gradients of weights are computed after another microbatch's forward has freed the gathered weights",
             fix=f"--{name} never, or {other}",
         )
     if config.activation_checkpoint.mode not in ("none", "auto"):
         name = "activation_checkpoint.mode"
-        yield LayoutError(
+        yield facts.layout_error(
             f"{name} {config.activation_checkpoint.mode} does not go with {schedule}.",
-            where=facts.flag(name),
+            name,
             why="the backward visits a block once for each group of weights: full recomputes it each time, selective "
             "fails",
             fix=f"--{name} none, or {other}",
         )
     if config.compile.enable:
-        yield LayoutError(
+        yield facts.layout_error(
             f"compile.enable does not go with {schedule}.",
-            where=facts.flag("compile.enable"),
+            "compile.enable",
             why="a compiled block has one backward for inputs and weights, and it would run twice",
             fix=f"--compile.no_enable, or {other}",
         )

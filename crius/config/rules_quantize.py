@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.facts import Facts, Rule, Violations
 from crius.config.low_precision import (
     LAYER_NUMBER,
     LinearChoice,
@@ -23,9 +23,7 @@ from crius.config.param_groups import fits, fits_any, nearest
 from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
 from crius.config.rules_layout import sequence_divides, tensor_parallel_divides
-from crius.config.run import RunConfig
-from crius.config.toml_file import flatten
-from crius.errors import ConfigError, LayoutError
+from crius.errors import LayoutError
 
 _DENSE = "quantize.dense."
 _GATHER = f"{_DENSE}float8.enable_fsdp_float8_all_gather"
@@ -50,9 +48,9 @@ def one_low_precision(facts: Facts) -> Violations:
     dense = facts.config.quantize.dense
     if dense.float8.enable and dense.mxfp8.enable:
         names = [f"{_DENSE}float8.enable", f"{_DENSE}mxfp8.enable"]
-        yield ConfigError(
+        yield facts.error(
             "float8 and mxfp8 are both enabled.",
-            where=", ".join(map(facts.flag, names)),
+            *names,
             why="a linear layer runs in one precision",
             fix=f"leave out --{names[1]}, or --{_DENSE}float8.no_enable",
         )
@@ -84,17 +82,18 @@ def patterns_fit_layers(facts: Facts) -> Violations:
             if "," in pattern:  # such a pattern fits no layer
                 near, hint = pattern, ": repeat the flag for each pattern."
             mended = tuple(near if other == pattern else other for other in patterns)
-            yield ConfigError(
+            yield facts.error(
                 f"--{name} {pattern} matches no linear layer of {facts.model_name}{hint}",
-                where=facts.flag(name),
+                name,
                 fix=_given(name, mended) if near else f"the linear layers are {names}",
             )
     both = [linear for linear in linears if fits_any(dense.exclude, linear) and fits_any(dense.include, linear)]
     if both:
         excluded, included = fits_any(dense.exclude, both[0]), fits_any(dense.include, both[0])
-        yield ConfigError(
+        yield facts.error(
             f"--{_DENSE}exclude {excluded} and --{_DENSE}include {included} both fit {both[0]}.",
-            where=f"{facts.flag(f'{_DENSE}exclude')}, {facts.flag(f'{_DENSE}include')}",
+            f"{_DENSE}exclude",
+            f"{_DENSE}include",
             why="a layer is either kept or converted",
             fix=_include_without(facts, both),
         )
@@ -129,9 +128,9 @@ def included_layers_divide(facts: Facts) -> Violations:
         problems = {numberless(linear): problem for linear, problem in wrong.items()}
         fixes = [f"--model.vocab_size {vocabulary}"] * vocabulary_helps
         fixes += [f"--{_DENSE}pad_inner_dim", _include_without(facts, wrong)]
-        yield LayoutError(
+        yield facts.layout_error(
             "; ".join(f"{linear}: {problem}" for linear, problem in problems.items()) + ".",
-            where=facts.flag(f"{_DENSE}include"),
+            f"{_DENSE}include",
             why=f"{kind(dense)} matmuls need both dims divisible by {block(dense)}, after tensor-parallel sharding: on "
             "a GPU the kernel refuses other dims",
             fix=", or ".join(fixes),
@@ -157,9 +156,10 @@ def tokens_divide(facts: Facts) -> Violations:
         return
     step = math.lcm(cp * unit // math.gcd(unit, batch.local), 2 * cp * config.parallelism.tensor_parallel_degree)
     share = f"{batch.local} sequences x {length} tokens" + f" / {cp} context-parallel ranks" * (cp > 1)
-    yield LayoutError(
+    yield facts.layout_error(
         f"a rank's microbatch has {share} = {tokens} tokens, {tokens} mod {unit} = {tokens % unit}.",
-        where=", ".join(map(facts.flag, ("training.seq_len", "training.local_batch_size"))),
+        "training.seq_len",
+        "training.local_batch_size",
         why=f"the gradient of a {kind(dense)} layer's weight is a matmul over the tokens, in multiples of {unit}",
         fix=f"--training.seq_len {max(1, length // step) * step}, or --{_DENSE}pad_inner_dim",
     )
@@ -168,20 +168,17 @@ def tokens_divide(facts: Facts) -> Violations:
 def quantize_flags_have_effect(facts: Facts) -> Violations:
     """A setting of one precision is not given on the command line without that precision."""
     dense = facts.config.quantize.dense
-    float8, mxfp8 = f"{_DENSE}float8.", f"{_DENSE}mxfp8."
-    fields_of_float8 = ("recipe", "enable_fsdp_float8_all_gather", "precompute_scale", "emulate")
-    fields: list[tuple[str, Iterable[str], bool, str]] = [
-        (float8, fields_of_float8, dense.float8.enable, float8),
-        (mxfp8, ("emulate",), dense.mxfp8.enable, mxfp8),
-        (_DENSE, ("exclude", "include", "auto_filter", "pad_inner_dim"), is_enabled(dense), float8),
-    ]
-    values, defaults = flatten(facts.config), flatten(RunConfig())
-    for prefix, names, is_on, owner in fields:
-        changed = [] if is_on else [prefix + name for name in names if values[prefix + name] != defaults[prefix + name]]
-        fix = f"--{owner}enable"
-        yield from without_effect(
-            facts, [(f"--{name}", f" without {fix}", f"{fix}, or leave out --{name}") for name in changed]
-        )
+    float8 = f"--{_DENSE}float8.enable"
+    fields = ("recipe", "enable_fsdp_float8_all_gather", "precompute_scale", "emulate")
+    rows = (
+        (dense.float8.enable, float8, [f"float8.{field}" for field in fields]),
+        (dense.mxfp8.enable, f"--{_DENSE}mxfp8.enable", ["mxfp8.emulate"]),
+        (is_enabled(dense), float8, ["exclude", "include", "auto_filter", "pad_inner_dim"]),
+    )
+    for is_on, owner, names in rows:
+        if not is_on:
+            vain = facts.changed(f"--{_DENSE}{name}" for name in names)
+            yield from facts.no_effect(vain, f" without {owner}", f"{owner}, or leave out --NAME")
 
 
 def float8_gather_suits(facts: Facts) -> Violations:
@@ -191,9 +188,9 @@ def float8_gather_suits(facts: Facts) -> Violations:
         return
     if float8.precompute_scale and not float8.enable_fsdp_float8_all_gather:
         name = f"{_DENSE}float8.precompute_scale"
-        yield ConfigError(
+        yield facts.error(
             f"--{name} has no effect without --{_GATHER}.",
-            where=facts.flag(name),
+            name,
             why="the scales are for gathered weights",
             fix=f"--{_GATHER}, or leave out --{name}",
         )
@@ -201,26 +198,28 @@ def float8_gather_suits(facts: Facts) -> Violations:
         return
     if float8.precompute_scale and facts.config.training.enable_cpu_offload:
         names = [f"{_DENSE}float8.precompute_scale", "training.enable_cpu_offload"]
-        yield ConfigError(
+        yield facts.error(
             f"--{names[0]} has no effect with --{names[1]}.",
-            where=", ".join(map(facts.flag, names)),
+            *names,
             why="torchao loses a scale when FSDP copies its weight to the device",
             fix=f"leave out --{names[0]}",
         )
     if float8.recipe != "tensorwise":
-        yield ConfigError(
+        yield facts.error(
             f"--{_GATHER} does not go with recipe {float8.recipe}.",
-            where=f"{facts.flag(_GATHER)}, {facts.flag(f'{_DENSE}float8.recipe')}",
+            _GATHER,
+            f"{_DENSE}float8.recipe",
             why="the forward scales weights by row and the backward by column, but a shard has no whole column",
             fix=f"--{_DENSE}float8.recipe tensorwise, or leave out --{_GATHER}",
         )
     padded = [c for c in _choices(facts) if c.is_converted and c.padded != c.local] if _is_sound(facts) else []
     if padded:
         local, rounded = (" x ".join(map(str, shape)) for shape in (padded[0].local, padded[0].padded))
-        yield ConfigError(
+        yield facts.error(
             f"--{_GATHER} does not go with --{_DENSE}pad_inner_dim, which pads {numberless(padded[0].name)} from "
             f"{local} to {rounded}.",
-            where=f"{facts.flag(_GATHER)}, {facts.flag(f'{_DENSE}pad_inner_dim')}",
+            _GATHER,
+            f"{_DENSE}pad_inner_dim",
             why="weights are padded before they are rounded to float8, but gathered weights are already rounded",
             fix=f"leave out --{_GATHER}",
         )
@@ -240,9 +239,9 @@ def something_is_converted(facts: Facts) -> Violations:
         (f"--{_DENSE}auto_filter off", dense.auto_filter == "on"),
         (f"leave out --{_DENSE}exclude", bool(dense.exclude)),
     ]
-    yield ConfigError(
+    yield facts.error(
         f"--{name} would convert nothing: {summary(choices)}.",
-        where=facts.flag(name),
+        name,
         fix=", or ".join([*(fix for fix, helps in remedies if helps), f"leave out --{name}"]),
     )
 
@@ -254,9 +253,9 @@ def chunked_loss_has_its_layer(facts: Facts) -> Violations:
     if list(included_layers_divide(facts)) or not converts_output(_choices(facts), facts.plan):
         return
     names = ["kernels.linear_cross_entropy", f"{_DENSE}{kind(facts.config.quantize.dense)}.enable"]
-    yield ConfigError(
+    yield facts.error(
         "kernels.linear_cross_entropy chunked does not go with an output layer in low precision.",
-        where=", ".join(map(facts.flag, names)),
+        *names,
         why="it multiplies with the weight of that layer itself, in high precision",
         fix=f"--{names[0]} off",
     )

@@ -2,12 +2,12 @@
 
 import shlex
 
-from crius.config.facts import Facts, Rule, Violations, without_effect
+from crius.config.facts import Facts, Rule, Violations
 from crius.config.operation import CheckpointConfig
 from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, fits, group_of, nearest, parse_group
 from crius.config.resolve import caps_scores, compares_bits, has_mask, obstacle, varlen_obstacle
+from crius.config.rules_layout import listed
 from crius.config.toml_file import flatten
-from crius.errors import ConfigError, LayoutError
 
 _GROUPS = "optimizer.param_groups"
 
@@ -33,9 +33,9 @@ def param_groups_are_well_formed(facts: Facts) -> Violations:
         try:
             parse_group(text)
         except ValueError as error:
-            yield ConfigError(
+            yield facts.error(
                 f"{_GROUPS} {text!r} {error}.",
-                where=facts.flag(_GROUPS),
+                _GROUPS,
                 why=f"an entry is a pattern, a colon, and values for some of {', '.join(KEYS)} (adamw or muon)",
                 fix=f"e.g. {_flag(EXAMPLE)}",
             )
@@ -50,9 +50,9 @@ def param_groups_fit_parameters(facts: Facts) -> Violations:
         if not any(fits(spec.pattern, name) for name in shapes):
             meant = nearest(spec.pattern, list(shapes))
             guess = f", did you mean {meant}?" if meant else "."
-            yield ConfigError(
+            yield facts.error(
                 f"{_GROUPS}: {spec.pattern} fits no parameter of {facts.model_name}{guess}",
-                where=facts.flag(_GROUPS),
+                _GROUPS,
                 why=f"its parameters are {_examples(list(shapes))}",
                 fix=f"{_flag(_text(spec, meant))}" if meant else f"leave out {_flag(_text(spec, spec.pattern))}",
             )
@@ -64,9 +64,9 @@ def param_groups_fit_parameters(facts: Facts) -> Violations:
         if wrong:
             settings = [f"{_flag(_text(other, other.pattern))}" for other in specs]
             kept = [_flag(f"{name}: optimizer=adamw") for name in dict.fromkeys(map(_in_all_layers, wrong))]
-            yield ConfigError(
+            yield facts.error(
                 f"{_GROUPS}: {spec.pattern} gives {_examples(wrong)} to Muon, which takes matrices only.",
-                where=facts.flag(_GROUPS),
+                _GROUPS,
                 why="it makes the momentum of a matrix orthogonal",
                 fix=" ".join([*kept, *settings]),
             )
@@ -93,16 +93,17 @@ def optimizer_flags_have_effect(facts: Facts) -> Violations:
     """Settings of Muon or of bfloat16 storage are not given on the command line for a run without them."""
     optimizer, dtype = facts.config.optimizer, facts.config.training.dtype
     has_muon = optimizer.name == "muon" or any(spec.optimizer == "muon" for spec in _parsed(facts))
-    of_muon = [] if has_muon else [f"optimizer.{name}" for name in vars(optimizer) if name.startswith("muon_")]
-    reason = f" with optimizer.name {optimizer.name}"
-    yield from without_effect(
-        facts, [(name, reason, f"leave out --{name}, or --optimizer.name muon") for name in of_muon]
-    )
+    if not has_muon:
+        names = [f"optimizer.{name}" for name in vars(optimizer) if name.startswith("muon_")]
+        fix = "leave out --NAME, or --optimizer.name muon"
+        yield from facts.no_effect(names, f" with optimizer.name {optimizer.name}", fix)
     if "bfloat16" not in (dtype, optimizer.state_dtype):
-        name = "optimizer.stochastic_rounding"
-        reason = f" with training.dtype {dtype} and optimizer.state_dtype {optimizer.state_dtype}"
-        fix = f"leave out --{name}, or --optimizer.state_dtype bfloat16"
-        yield from without_effect(facts, [(name, reason, fix)], "it rounds only values that are stored in bfloat16")
+        yield from facts.no_effect(
+            ["optimizer.stochastic_rounding"],
+            f" with training.dtype {dtype} and optimizer.state_dtype {optimizer.state_dtype}",
+            why="it rounds only values that are stored in bfloat16",
+            fix="leave out --NAME, or --optimizer.state_dtype bfloat16",
+        )
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
@@ -115,27 +116,15 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
 def stability_flags_have_effect(facts: Facts) -> Violations:
     """Settings on the command line belong to a policy of this run."""
     stability = facts.config.stability
-    no_spikes = stability.spike == "off"
-    counts = stability.nonfinite != "stop" or stability.spike in ("skip", "warn")
-    rows = (
-        ("spike_zscore", no_spikes, "stability.spike off", "--stability.spike warn"),
-        ("window", no_spikes, "stability.spike off", "--stability.spike warn"),
-        (
-            "snapshot_interval",
-            stability.nonfinite != "rollback",
-            f"stability.nonfinite {stability.nonfinite}, which takes no snapshots",
-            "--stability.nonfinite rollback",
-        ),
-        (
-            "max_consecutive",
-            not counts,
-            f"stability.nonfinite stop and spike {stability.spike}, after which no run continues",
-            "--stability.nonfinite skip",
-        ),
-    )
-    return without_effect(
-        facts, [(f"stability.{field}", f" with {reason}", f"e.g. {fix}") for field, vain, reason, fix in rows if vain]
-    )
+    if stability.spike == "off":
+        names = ("stability.spike_zscore", "stability.window")
+        yield from facts.no_effect(names, " with stability.spike off", "e.g. --stability.spike warn")
+    if stability.nonfinite != "rollback":
+        reason = f" with stability.nonfinite {stability.nonfinite}, which takes no snapshots"
+        yield from facts.no_effect(["stability.snapshot_interval"], reason, "e.g. --stability.nonfinite rollback")
+    if stability.nonfinite == "stop" and stability.spike not in ("skip", "warn"):
+        reason = f" with stability.nonfinite stop and spike {stability.spike}, after which no run continues"
+        yield from facts.no_effect(["stability.max_consecutive"], reason, "e.g. --stability.nonfinite skip")
 
 
 STABILITY_RULES: tuple[Rule, ...] = (stability_flags_have_effect,)
@@ -159,9 +148,9 @@ def cpu_kernels_run_on_cpus(facts: Facts) -> Violations:
     for name, asked in ((_LINEAR, kernels.linear == "onednn"), (_POINTWISE, kernels.pointwise == "fused")):
         if asked and on_gpu:
             value = "onednn" if name == _LINEAR else "fused"
-            yield ConfigError(
+            yield facts.error(
                 f"{name} {value} is for CPUs, but the run is on GPUs.",
-                where=facts.flag(name),
+                name,
                 fix=f"--{name} torch, or --training.device cpu",
             )
 
@@ -201,7 +190,7 @@ def attention_backend_runs(facts: Facts) -> Violations:
     elif asked not in ("auto", *_FLASH_VERSIONS) and config.parallelism.context_parallel_degree > 1:
         why = "context parallelism makes masks of its own, which it does not support"
     if why:
-        yield ConfigError(f"{_ATTENTION} {asked} does not run here.", where=facts.flag(_ATTENTION), why=why, fix=fix)
+        yield facts.error(f"{_ATTENTION} {asked} does not run here.", _ATTENTION, why=why, fix=fix)
 
 
 KERNEL_RULES: tuple[Rule, ...] = (cpu_kernels_run_on_cpus, attention_backend_runs)
@@ -209,12 +198,14 @@ KERNEL_RULES: tuple[Rule, ...] = (cpu_kernels_run_on_cpus, attention_backend_run
 
 def checkpoint_flags_have_effect(facts: Facts) -> Violations:
     """Settings of checkpoints are given on the command line only if the run has checkpoints."""
-    checkpoint, reason = facts.config.checkpoint, ": this run neither saves checkpoints nor resumes"
-    names = [f"checkpoint.{name}" for name in vars(checkpoint) if name not in ("enable", "init_from")]
-    rows = [(name, reason, f"--checkpoint.enable, or leave out --{name}") for name in names]
-    return without_effect(
-        facts, [] if checkpoint.is_enabled else rows, f"checkpoint.enable is off ({facts.origin('checkpoint.enable')})"
-    )
+    checkpoint = facts.config.checkpoint
+    if not checkpoint.is_enabled:
+        yield from facts.no_effect(
+            [f"checkpoint.{name}" for name in vars(checkpoint) if name not in ("enable", "init_from")],
+            ": this run neither saves checkpoints nor resumes",
+            why=f"checkpoint.enable is off ({facts.origin('checkpoint.enable')})",
+            fix="--checkpoint.enable, or leave out --NAME",
+        )
 
 
 def a_rehearsal_has_a_batch(facts: Facts) -> Violations:
@@ -223,9 +214,9 @@ def a_rehearsal_has_a_batch(facts: Facts) -> Violations:
     validation = config.validation
     has_batch = validation.interval > 0 and (validation.fraction > 0 or validation.path)
     if config.checkpoint.rehearse and not has_batch:
-        yield ConfigError(
+        yield facts.error(
             "checkpoint.rehearse has no batch to compute a loss of.",
-            where=facts.flag("checkpoint.rehearse"),
+            "checkpoint.rehearse",
             why="it is of the first validation set, and this run has none",
             fix="--validation.interval 500 --validation.fraction 0.02, or leave out --checkpoint.rehearse",
         )
@@ -235,9 +226,9 @@ def checkpoints_have_a_folder(facts: Facts) -> Violations:
     """The folder of checkpoints has a name: an empty one would put them among the files of the run folder."""
     folder = facts.config.checkpoint.folder
     if not folder.strip():
-        yield ConfigError(
+        yield facts.error(
             f"checkpoint.folder {folder!r} is not a folder's name.",
-            where=facts.flag("checkpoint.folder"),
+            "checkpoint.folder",
             why="checkpoints need a folder of their own, inside the run folder or elsewhere",
             fix=f"--checkpoint.folder {CheckpointConfig.folder}, which is the default",
         )
@@ -248,9 +239,9 @@ def checkpoints_outlive_the_process(facts: Facts) -> Violations:
     for name in ("folder", "load_path", "init_from"):
         value = getattr(facts.config.checkpoint, name)
         if value.startswith("memory://"):
-            yield ConfigError(
+            yield facts.error(
                 f"checkpoint.{name} {value} is in memory and would be lost when the process ends.",
-                where=facts.flag(f"checkpoint.{name}"),
+                f"checkpoint.{name}",
                 fix=f"give a folder, or the URL of a permanent store, e.g. --checkpoint.{name} checkpoints",
             )
 
@@ -259,9 +250,9 @@ def a_run_starts_from_one_thing(facts: Facts) -> Violations:
     """A run starts from weights alone or from the whole state of another run, not from both."""
     checkpoint = facts.config.checkpoint
     if checkpoint.init_from and checkpoint.load_path:
-        yield ConfigError(
+        yield facts.error(
             f"checkpoint.init_from {checkpoint.init_from} excludes checkpoint.load_path {checkpoint.load_path}.",
-            where=facts.flag("checkpoint.init_from"),
+            "checkpoint.init_from",
             why="init_from loads the weights only and starts at step 0, load_path continues from a whole checkpoint",
             fix="leave out one of them",
         )
@@ -287,15 +278,15 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
     training, ranks = facts.config.training, facts.data_parallel_ranks
     shards = training.virtual_shards
     if not training.reproducible:
-        yield from without_effect(facts, [(_SHARDS, f" without {_ON}", f"e.g. --{_ON}")])
+        yield from facts.no_effect([_SHARDS], f" without {_ON}", f"e.g. --{_ON}")
         return
     if shards < 1 or ranks < 1:
         return  # ranges reports it
     if shards & (shards - 1):
         below = 1 << (shards.bit_length() - 1)
-        yield ConfigError(
+        yield facts.error(
             f"{_SHARDS} {shards} is not a power of two.",
-            where=facts.flag(_SHARDS),
+            _SHARDS,
             why="their gradients are summed as a binary tree, and every layout has whole branches of it",
             fix=f"--{_SHARDS} {below} or {2 * below}",
         )
@@ -303,18 +294,18 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
         legal = [1 << power for power in range(shards.bit_length())]
         more = 1 << (ranks - 1).bit_length()
         fix = f"--{_SHARDS} {more}" if more == ranks else "other degrees of [parallelism]"
-        yield LayoutError(
+        yield facts.layout_error(
             f"{ranks} data-parallel ranks do not divide the {shards} virtual shards of a {_ON} run; legal: "
-            f"{', '.join(map(str, legal))}.",
-            where=facts.flag(_SHARDS),
+            f"{listed(legal)}.",
+            _SHARDS,
             why="each rank computes the same number of whole virtual shards",
             fix=fix,
         )
     total, local = training.global_batch_size, training.local_batch_size
     if total >= 1 and local >= 1 and total % shards == 0 and local != total // shards:
-        yield ConfigError(
+        yield facts.error(
             f"training.local_batch_size {local} is not the {total // shards} sequences of a virtual shard.",
-            where=facts.flag("training.local_batch_size"),
+            "training.local_batch_size",
             why=f"a {_ON} run computes each of the {shards} virtual shards by itself, whatever the layout",
             fix="--training.local_batch_size -1",
         )
@@ -374,9 +365,9 @@ def reproducible_excludes(facts: Facts) -> Violations:
     for name, is_wrong, why, fix in rows:
         if is_wrong:
             shown = name if values[name] is True else f"{name} {values[name]}"
-            yield ConfigError(
+            yield facts.error(
                 f"{shown} does not go with {_ON}.",
-                where=facts.flag(name),
+                name,
                 why=why,
                 fix=f"{fix}, or --training.no_reproducible",
             )
@@ -386,9 +377,9 @@ def equal_bits_need_deterministic_kernels(facts: Facts) -> Violations:
     """Settings that compare bits on a GPU have the deterministic kernels that ``resolve`` turns on."""
     name, needed = "debug.deterministic", compares_bits(facts.config)
     if facts.config.debug.deterministic is False and needed and _is_on_gpu(facts):
-        yield ConfigError(
+        yield facts.error(
             f"{name} off does not go with {' and '.join(needed)} on a GPU.",
-            where=facts.flag(name),
+            name,
             why="other kernels add gradients in the order in which their threads finish, so bits differ by chance",
             fix=f"leave out {name}, which is then on, or {' and '.join(needed)}",
         )
@@ -398,17 +389,17 @@ def sdc_checks_have_an_object(facts: Facts) -> Violations:
     """Work that is to be computed twice, and weights that are to be compared, exist in this layout."""
     sdc, parallelism = facts.config.sdc, facts.config.parallelism
     if sdc.recompute_interval > 0 and parallelism.pipeline_parallel_degree > 1:
-        yield ConfigError(
+        yield facts.error(
             f"sdc.recompute_interval {sdc.recompute_interval} does not go with pipeline parallelism.",
-            where=facts.flag("sdc.recompute_interval"),
+            "sdc.recompute_interval",
             why="a schedule runs its microbatches together, so no stage can repeat one of them",
             fix="--sdc.recompute_interval 0, or --parallelism.pipeline_parallel_degree 1",
         )
     copies = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
     if sdc.replica_interval > 0 and copies == 1:
-        yield ConfigError(
+        yield facts.error(
             f"sdc.replica_interval {sdc.replica_interval} has no effect: every weight is on one rank only.",
-            where=facts.flag("sdc.replica_interval"),
+            "sdc.replica_interval",
             why="replicas are ranks of data_parallel_replicate_degree, and of tensor parallelism for norm weights",
             fix="--sdc.replica_interval 0 (--sdc.recompute_interval finds wrong gradients on any layout)",
         )

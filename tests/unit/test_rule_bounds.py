@@ -92,10 +92,10 @@ WORDS = {
 
 
 def test_the_words_of_a_range_say_which_numbers_are_in_it():
-    for name, is_right, right, example in rules.RANGES:
-        inside, outside = WORDS[right]
-        assert all(map(is_right, (*inside, float(example)))), name
-        assert not any(map(is_right, outside)), name
+    for row in rules.RANGES:
+        inside, outside = WORDS[row.right]
+        assert all(map(row.is_right, (*inside, *map(float, row.examples.values())))), row
+        assert not any(map(row.is_right, outside)), row
 
 
 ZEROS = (
