@@ -68,6 +68,11 @@ class Facts(Resolved):
         """``--name (origin)``, for the ``from`` line of an error."""
         return f"--{name} ({self.origin(name)})"
 
+    def shown(self, name: str) -> str:
+        """A setting as an error writes it: with its value, unless it is on."""
+        value = flatten(self.config)[name]
+        return name if value is True else f"{name} {value}"
+
     def given(self, *names: str) -> list[str]:
         """Those of ``names`` that the run does not leave at their defaults."""
         return [name for name in names if self.origin(name) != "default"]

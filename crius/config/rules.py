@@ -208,7 +208,11 @@ RANGES = (
     Between(
         "in [0, 1]",
         lambda value: value is None or 0 <= value <= 1,
-        {"lr_scheduler.decay_ratio": "0.1", "lr_scheduler.min_lr_factor": "0.1"},
+        {
+            "lr_scheduler.decay_ratio": "0.1",
+            "lr_scheduler.min_lr_factor": "0.1",
+            "activation_checkpoint.memory_budget": "0.5",
+        },
     ),
     Between(
         "-1 or more",

@@ -100,13 +100,11 @@ def chat_reads_conversations(facts: Facts) -> Violations:
             fix=f"--data.source {' or '.join(CHAT_SOURCES)}, or --data.format documents",
         )
     if config.tokenizer.path == "byte":
-        is_drawn = not config.checkpoint.init_from
+        why = "weights of --checkpoint.init_from come with their tokenizer; without it all weights start at random"
         yield facts.error(
             "data.format chat needs a tokenizer with a chat template; tokenizer.path byte has none.",
             "tokenizer.path",
-            why="weights of --checkpoint.init_from come with their tokenizer; without it all weights start at random"
-            if is_drawn
-            else "",
+            why="" if config.checkpoint.init_from else why,
             fix="a model that has both: --checkpoint.init_from; or --tokenizer.path DIR, with tokenizer.json and "
             "chat_template.jinja",
         )

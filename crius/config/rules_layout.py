@@ -7,7 +7,7 @@ from crius.config.facts import Facts, Rule, Violations
 from crius.config.load import did_you_mean
 from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
-from crius.config.training import SAVE_OPS, ActivationCheckpointConfig
+from crius.config.training import SAVE_OPS
 from crius.errors import LayoutError
 from crius.host import MOST_SHARING, SHARE_GPU, most_open_files
 
@@ -146,11 +146,11 @@ def batch_divides(facts: Facts) -> Violations:
 
 def reshard_degree_divides(facts: Facts) -> Violations:
     """An integer ``reshard_after_forward_mode`` is a proper divisor of the shard degree."""
-    mode = facts.config.parallelism.reshard_after_forward_mode
     name = "parallelism.reshard_after_forward_mode"
+    parallelism = facts.config.parallelism
+    mode = parallelism.reshard_after_forward_mode
     if isinstance(mode, str):
         return
-    parallelism = facts.config.parallelism
     shards = parallelism.shard_degree(facts.num_ranks) * parallelism.context_parallel_degree
     legal = [n for n in range(2, shards) if shards % n == 0]
     if mode not in legal:
@@ -323,48 +323,46 @@ def compile_flags_have_effect(facts: Facts) -> Violations:
 def activation_checkpoint_options(facts: Facts) -> Violations:
     """The options of activation checkpointing belong to its mode."""
     config = facts.config
-    section, prefix = config.activation_checkpoint, "activation_checkpoint"
+    section = config.activation_checkpoint
+    mode = section.mode
     owners = {"selective_option": "selective", "save_ops": "selective", "memory_budget": "memory_budget"}
-    for name, mode in owners.items():
-        is_asked = facts.origin(f"{prefix}.{name}") == "command line"
+    for field, owner in owners.items():
+        name = f"activation_checkpoint.{field}"
+        is_asked = facts.origin(name) == "command line"
         # auto uses the default options of each mode; a file may have options of the mode that none or full replaced
-        is_lost = section.mode == "auto" and getattr(section, name) != getattr(ActivationCheckpointConfig(), name)
-        if section.mode != mode and (is_asked or is_lost):
+        is_lost = mode == "auto" and facts.changed([name])
+        if mode != owner and (is_asked or is_lost):
             yield facts.error(
-                f"{prefix}.{name} has no effect with {prefix}.mode {section.mode}.",
-                f"{prefix}.{name}",
-                fix=f"--{prefix}.mode {mode}, or leave it out",
+                f"{name} has no effect with activation_checkpoint.mode {mode}.",
+                name,
+                fix=f"--activation_checkpoint.mode {owner}, or leave it out",
             )
     if isinstance(section.selective_option, int) and section.selective_option < 1:
         yield facts.error(
-            f"{prefix}.selective_option {section.selective_option} must be op, or an integer of at least 1.",
-            f"{prefix}.selective_option",
-            fix=f"e.g. --{prefix}.selective_option 2",
+            f"activation_checkpoint.selective_option {section.selective_option} must be op, or an integer of at least "
+            "1.",
+            "activation_checkpoint.selective_option",
+            fix="e.g. --activation_checkpoint.selective_option 2",
         )
     for entry in section.save_ops:
         if entry not in SAVE_OPS and not re.fullmatch(r"\w+\.\w+\.\w+", entry):
+            guess = did_you_mean(entry, SAVE_OPS) or "."
             yield facts.error(
-                f"{prefix}.save_ops {entry} is neither a category nor an ATen op{did_you_mean(entry, SAVE_OPS) or '.'}",
-                f"{prefix}.save_ops",
+                f"activation_checkpoint.save_ops {entry} is neither a category nor an ATen op{guess}",
+                "activation_checkpoint.save_ops",
                 why=f"categories are {', '.join(SAVE_OPS)}; ops are written like aten.mm.default",
-                fix=f"--{prefix}.save_ops attention",
+                fix="--activation_checkpoint.save_ops attention",
             )
-    if not 0 <= section.memory_budget <= 1:
+    if mode == "memory_budget" and not config.compile.enable:
         yield facts.error(
-            f"{prefix}.memory_budget {section.memory_budget} must be in [0, 1].",
-            f"{prefix}.memory_budget",
-            fix=f"e.g. --{prefix}.memory_budget 0.5",
-        )
-    if section.mode == "memory_budget" and not config.compile.enable:
-        yield facts.error(
-            f"{prefix}.mode memory_budget needs torch.compile.",
-            f"{prefix}.mode",
+            "activation_checkpoint.mode memory_budget needs torch.compile.",
+            "activation_checkpoint.mode",
             why="its partitioner chooses the ops to recompute",
             fix="--compile.enable",
         )
-    elif section.mode == "memory_budget" and config.compile.backend == "eager":
+    elif mode == "memory_budget" and config.compile.backend == "eager":
         yield facts.error(
-            f"{prefix}.mode memory_budget has no effect with compile.backend eager.",
+            "activation_checkpoint.mode memory_budget has no effect with compile.backend eager.",
             "compile.backend",
             fix="--compile.backend inductor",
         )

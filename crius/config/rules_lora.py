@@ -73,20 +73,17 @@ def lora_goes_with(facts: Facts) -> Violations:
         (
             is_enabled(dense),
             low_precision,
-            low_precision,
             "adapters are added to layers in high precision",
             f"leave out --{low_precision}",
         ),
         (
             config.optimizer.name == "muon",
             "optimizer.name",
-            "optimizer.name muon",
             "Muon makes the momentum of a whole weight orthogonal, and an adapter is only a factor of a weight",
             "--optimizer.name adamw",
         ),
         (
             config.training.reproducible,
-            "training.reproducible",
             "training.reproducible",
             "its trees sum the gradients of whole units, and most units have none",
             "--training.no_reproducible",
@@ -94,14 +91,13 @@ def lora_goes_with(facts: Facts) -> Violations:
         (
             config.sdc.recompute_interval > 0,
             "sdc.recompute_interval",
-            f"sdc.recompute_interval {config.sdc.recompute_interval}",
             "it compares the gradients of whole units, and most units have none",
             "--sdc.recompute_interval 0",
         ),
     )
-    for is_asked, name, shown, why, fix in rows:
+    for is_asked, name, why, fix in rows:
         if is_asked:
-            what = f"--{shown} does not go with --lora.rank {lora.rank}."
+            what = f"--{facts.shown(name)} does not go with --lora.rank {lora.rank}."
             yield facts.error(what, "lora.rank", name, why=why, fix=fix)
 
 

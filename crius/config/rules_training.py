@@ -7,7 +7,6 @@ from crius.config.operation import CheckpointConfig
 from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, fits, group_of, nearest, parse_group
 from crius.config.resolve import caps_scores, compares_bits, has_mask, obstacle, varlen_obstacle
 from crius.config.rules_layout import listed
-from crius.config.toml_file import flatten
 
 _GROUPS = "optimizer.param_groups"
 
@@ -361,12 +360,10 @@ def reproducible_excludes(facts: Facts) -> Violations:
             "--optimizer.implementation foreach",
         ),
     )
-    values = flatten(config)
     for name, is_wrong, why, fix in rows:
         if is_wrong:
-            shown = name if values[name] is True else f"{name} {values[name]}"
             yield facts.error(
-                f"{shown} does not go with {_ON}.",
+                f"{facts.shown(name)} does not go with {_ON}.",
                 name,
                 why=why,
                 fix=f"{fix}, or --training.no_reproducible",

@@ -20,7 +20,7 @@ BOUNDS = [
     (rules_layout.reshard_degree_divides, [SHARD, "4", RESHARD], "2", "1"),
     (rules_layout.reshard_degree_divides, [SHARD, "4", RESHARD], "2", "4"),
     (rules_layout.reshard_groups_need_all_ranks, [SHARD, "4", RESHARD, "2", PIPELINE], "1", "2"),
-    (rules_layout.activation_checkpoint_options, [*BUDGET], "1", "1.01"),
+    (rules.ranges, [*BUDGET], "1", "1.01"),
     (
         rules_layout.activation_checkpoint_options,
         ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_option"],
