@@ -129,6 +129,7 @@ RULES = (
     *("test_rules_pipeline", "test_rules_training", "test_rules_stability", "test_rules_kernels"),
     *("test_rules_reproducible", "test_rules_quantize", "test_rules_experts", "test_rules"),
     "test_rule_bounds",
+    "test_rules_golden",
 )
 DEFAULTS = f"{CONFIG}::test_a_default_changes_only_with_its_line"
 MASKED_TOKENS = (
@@ -139,14 +140,14 @@ PRINTED = "tests/unit/test_planner_golden.py::test_a_plan_prints_its_golden_line
 SHAPED = ("test_a_shape_of_a_file", "test_shapes_have_the_published_number_of_parameters")
 ROOMS = {
     "config": {
-        "rules_lora": ("test_lora", "test_rules_quantize", "test_rule_bounds"),
+        "rules_lora": ("test_lora", "test_rules_quantize", "test_rule_bounds", "test_rules_golden"),
         "rules": RULES,
         "facts": RULES,
         "changes": ("test_changes", "test_data_boundary", "test_hostile_state", "test_from_hf"),
         "resolve": (
             *("test_config", "test_blocked_attention", "test_dtype_auto", "test_linear_cross_entropy"),
             *("test_rules_reproducible", "test_planner_memory", "test_pipeline_stages"),
-            "test_rules_kernels",
+            *("test_rules_kernels", "test_rules_golden"),
         ),
         "lora": ("test_lora", DEFAULTS),
         "low_precision": ("test_low_precision", "test_quantize", "test_rules_quantize"),

@@ -4,36 +4,9 @@ import pytest
 from test_rules import facts_of
 
 from crius.config import rules
-from crius.config.rules_training import STABILITY_RULES, stability_flags_have_effect
-from crius.errors import ConfigError
+from crius.config.rules_training import STABILITY_RULES
 
 PREFIX = "--stability."
-
-# flags, in the sentence, in "from"
-CASES = [
-    ([f"{PREFIX}spike", "off", f"{PREFIX}spike_zscore", "5"], "spike_zscore has no effect with stability.spike off"),
-    ([f"{PREFIX}spike", "off", f"{PREFIX}window", "50"], "window has no effect with stability.spike off"),
-    ([f"{PREFIX}snapshot_interval", "9"], "snapshot_interval has no effect with stability.nonfinite stop"),
-    (
-        [f"{PREFIX}nonfinite", "skip", f"{PREFIX}snapshot_interval", "9"],
-        "snapshot_interval has no effect with stability.nonfinite skip",
-    ),
-    (
-        [f"{PREFIX}spike", "stop", f"{PREFIX}max_consecutive", "2"],
-        "max_consecutive has no effect with stability.nonfinite stop and spike stop",
-    ),
-]
-
-
-@pytest.mark.parametrize(("flags", "what"), CASES)
-def test_a_setting_of_another_policy_is_refused_with_a_fix_that_works(flags, what):
-    [error] = stability_flags_have_effect(facts_of(flags))
-    assert isinstance(error, ConfigError)
-    assert what in error.what
-    assert error.where == f"{flags[-2]} (command line)"
-    fix, policy = error.fix.removeprefix("e.g. ").split()
-    kept = [token for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] != fix for token in pair]
-    assert list(stability_flags_have_effect(facts_of([*kept, fix, policy]))) == []
 
 
 @pytest.mark.parametrize(
