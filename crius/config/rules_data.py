@@ -3,7 +3,7 @@
 import shlex
 
 from crius.config.data import MEANINGS, SOURCES
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 
 CHAT_SOURCES = ("jsonl", "csv", "parquet", "tokens")
 """Sources whose rows can be conversations; a folder of tokens was written from such files."""
@@ -190,14 +190,14 @@ def sample_flags_have_effect(facts: Facts) -> Violations:
         yield from facts.no_effect(_OF_CHAT, " with data.source tokens", "leave it out", why)
 
 
-CORPUS_RULES: tuple[Rule, ...] = (
+CORPUS_RULES = (
     data_flags_have_effect,
     chat_reads_conversations,
     chat_flags_have_effect,
 )
 """Rules for the sources that ``crius data prepare`` reads."""
 
-DATA_RULES: tuple[Rule, ...] = (
+DATA_RULES = (
     data_path_given,
     validation_sets_have_names,
     *CORPUS_RULES,

@@ -1,6 +1,6 @@
 """Rules about traces, snapshots and debugging."""
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 
 
 def profiler_window(facts: Facts) -> Violations:
@@ -41,4 +41,4 @@ def anomalies_have_a_line(facts: Facts) -> Violations:
         )
 
 
-DEBUGGING_RULES: tuple[Rule, ...] = (profiler_window, anomalies_have_a_line)
+DEBUGGING_RULES = (profiler_window, anomalies_have_a_line)

@@ -1,6 +1,6 @@
 """Rules about the split of experts over ranks."""
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 from crius.config.rules_layout import divisors, listed, reshard_degree_divides
 
 DEGREE = "parallelism.expert_parallel_degree"
@@ -110,7 +110,7 @@ def experts_are_not_resharded(facts: Facts) -> Violations:
         )
 
 
-EXPERT_RULES: tuple[Rule, ...] = (
+EXPERT_RULES = (
     expert_parallel_divides,
     experts_split_evenly,
     experts_are_not_resharded,

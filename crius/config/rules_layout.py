@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 from crius.config.load import did_you_mean
 from crius.config.pipeline import microbatch_unit
 from crius.config.resolve import batch_sizes
@@ -368,7 +368,7 @@ def activation_checkpoint_options(facts: Facts) -> Violations:
         )
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (
+LAYOUT_RULES = (
     degrees_match_ranks,
     ranks_fit_gpus,
     shared_gpu_takes,

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 from crius.config.lora import LoraConfig, block_linears, indivisible, is_quantized, target_names, unmatched
 from crius.config.low_precision import is_enabled, kind, numberless
 from crius.config.param_groups import fits, nearest
@@ -183,7 +183,7 @@ def every_stage_has_adapters(facts: Facts) -> Violations:
         )
 
 
-LORA_RULES: tuple[Rule, ...] = (
+LORA_RULES = (
     lora_flags_have_effect,
     adapters_have_a_size,
     targets_fit_layers,

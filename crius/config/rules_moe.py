@@ -1,6 +1,6 @@
 """Rules of models with experts."""
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 from crius.config.load import CUSTOM
 from crius.config.param_groups import group_of, parse_group
 
@@ -129,7 +129,7 @@ def muon_needs_matrices(facts: Facts) -> Violations:
         )
 
 
-MOE_RULES: tuple[Rule, ...] = (
+MOE_RULES = (
     balance_is_of_sequences,
     settings_need_experts,
     experts_are_enough,

@@ -1,6 +1,6 @@
 """Rules about the pipeline: stages, microbatches, schedule files, and the settings that a split backward excludes."""
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 from crius.config.pipeline import (
     V_SCHEDULES,
     is_layer,
@@ -184,7 +184,7 @@ def split_backward_goes_with(facts: Facts) -> Violations:
         )
 
 
-PIPELINE_RULES: tuple[Rule, ...] = (
+PIPELINE_RULES = (
     pipeline_flags_have_effect,
     schedule_file_runs,
     stages_per_rank_suit,

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 from crius.config.low_precision import (
     LAYER_NUMBER,
     LinearChoice,
@@ -261,7 +261,7 @@ def chunked_loss_has_its_layer(facts: Facts) -> Violations:
     )
 
 
-QUANTIZE_RULES: tuple[Rule, ...] = (
+QUANTIZE_RULES = (
     one_low_precision,
     patterns_fit_layers,
     included_layers_divide,

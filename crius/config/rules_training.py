@@ -2,7 +2,7 @@
 
 import shlex
 
-from crius.config.facts import Facts, Rule, Violations
+from crius.config.facts import Facts, Violations
 from crius.config.operation import CheckpointConfig
 from crius.config.param_groups import EXAMPLE, KEYS, GroupSpec, fits, group_of, nearest, parse_group
 from crius.config.resolve import caps_scores, compares_bits, has_mask, obstacle, varlen_obstacle
@@ -105,7 +105,7 @@ def optimizer_flags_have_effect(facts: Facts) -> Violations:
         )
 
 
-OPTIMIZER_RULES: tuple[Rule, ...] = (
+OPTIMIZER_RULES = (
     param_groups_are_well_formed,
     param_groups_fit_parameters,
     optimizer_flags_have_effect,
@@ -126,7 +126,7 @@ def stability_flags_have_effect(facts: Facts) -> Violations:
         yield from facts.no_effect(["stability.max_consecutive"], reason, "e.g. --stability.nonfinite skip")
 
 
-STABILITY_RULES: tuple[Rule, ...] = (stability_flags_have_effect,)
+STABILITY_RULES = (stability_flags_have_effect,)
 
 
 _LINEAR, _POINTWISE, _ATTENTION = "kernels.linear", "kernels.pointwise", "kernels.attention"
@@ -192,7 +192,7 @@ def attention_backend_runs(facts: Facts) -> Violations:
         yield facts.error(f"{_ATTENTION} {asked} does not run here.", _ATTENTION, why=why, fix=fix)
 
 
-KERNEL_RULES: tuple[Rule, ...] = (cpu_kernels_run_on_cpus, attention_backend_runs)
+KERNEL_RULES = (cpu_kernels_run_on_cpus, attention_backend_runs)
 
 
 def checkpoint_flags_have_effect(facts: Facts) -> Violations:
@@ -257,7 +257,7 @@ def a_run_starts_from_one_thing(facts: Facts) -> Violations:
         )
 
 
-CHECKPOINT_RULES: tuple[Rule, ...] = (
+CHECKPOINT_RULES = (
     a_run_starts_from_one_thing,
     checkpoint_flags_have_effect,
     a_rehearsal_has_a_batch,
@@ -402,7 +402,7 @@ def sdc_checks_have_an_object(facts: Facts) -> Violations:
         )
 
 
-REPRODUCIBLE_RULES: tuple[Rule, ...] = (
+REPRODUCIBLE_RULES = (
     virtual_shards_cut_the_batch,
     reproducible_excludes,
     equal_bits_need_deterministic_kernels,
