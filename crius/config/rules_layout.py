@@ -98,14 +98,14 @@ def shared_gpu_takes(facts: Facts) -> Violations:
             why=f"it is for tests of layouts, with at most {MOST_SHARING} ranks",
             fix=f"use at most {MOST_SHARING} ranks, unset {SHARE_GPU}, or --training.device cpu",
         )
-    name = "parallelism.pipeline_parallel_degree"
     degree = config.parallelism.pipeline_parallel_degree
     if degree > 1 and facts.sharing == "gloo":
         yield facts.layout_error(
-            f"{name} {degree} is not possible on a GPU that ranks share over Gloo.",
-            name,
+            f"parallelism.pipeline_parallel_degree {degree} is not possible on a GPU that ranks share over Gloo.",
+            "parallelism.pipeline_parallel_degree",
             why="a stage sends its output to the next one, and Gloo sends host memory only",
-            fix=f"--{name} 1, or export {SHARE_GPU}=nccl with NCCL 2.30 or newer: docs/gpu.md",
+            fix=f"--parallelism.pipeline_parallel_degree 1, or export {SHARE_GPU}=nccl with NCCL 2.30 or newer: "
+            "docs/gpu.md",
         )
 
 
@@ -254,13 +254,13 @@ def ulysses_divides(facts: Facts) -> Violations:
     heads, kv = max(1, queries // tp), max(1, pairs // tp)
     legal = [n for n in divisors(heads) if kv % n == 0 or n % kv == 0]
     if cp not in legal:
-        name = "parallelism.context_parallel_degree"
+        near = max(n for n in legal if n <= cp)
         yield facts.layout_error(
             f"context_parallel_degree {cp} does not divide the {heads} query and {kv} key/value heads of a rank; "
             f"legal with ulysses: {listed(legal)}.",
-            name,
+            "parallelism.context_parallel_degree",
             why="ulysses gives each rank all tokens of some heads",
-            fix=f"--{name} {max(n for n in legal if n <= cp)}, or --parallelism.context_parallel_method all_gather",
+            fix=f"--parallelism.context_parallel_degree {near}, or --parallelism.context_parallel_method all_gather",
         )
 
 

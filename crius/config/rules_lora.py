@@ -11,7 +11,6 @@ from crius.config.pipeline import num_stages, split_stages
 from crius.config.rules_pipeline import modules_split
 from crius.plugins import REQUIREMENTS, install_line, installed_torch
 
-_TARGETS = "lora.targets"
 _WHOLE_NUMBERS_TORCH = (2, 12)
 
 
@@ -54,11 +53,11 @@ def targets_fit_layers(facts: Facts) -> Violations:
         if any(fits(pattern, name) for name in others):
             why += ", not the embedding, the output layer, norms or experts"
         yield facts.error(
-            f"--{_TARGETS} {pattern} matches no linear layer of the blocks of {facts.model_name}"
+            f"--lora.targets {pattern} matches no linear layer of the blocks of {facts.model_name}"
             + (f", did you mean {near}?" if near else "."),
-            _TARGETS,
+            "lora.targets",
             why=why,
-            fix=f"--{_TARGETS} {near}; they are {names}" if near else f"they are {names}",
+            fix=f"--lora.targets {near}; they are {names}" if near else f"they are {names}",
         )
 
 
@@ -176,10 +175,10 @@ def every_stage_has_adapters(facts: Facts) -> Violations:
     if names and empty:
         yield facts.layout_error(
             f"stage {empty[0]} of {len(stages)} of the pipeline has no adapter.",
-            _TARGETS,
+            "lora.targets",
             "parallelism.pipeline_parallel_degree",
             why="a stage needs something to train to send gradients back to the stage before",
-            fix=f"--{_TARGETS} with patterns that fit layers of each stage, or leave it out",
+            fix="--lora.targets with patterns that fit layers of each stage, or leave it out",
         )
 
 

@@ -157,23 +157,20 @@ def split_backward_goes_with(facts: Facts) -> Violations:
             why="older versions cannot compute gradients of weights apart through autograd functions in Python",
             fix=f"{other}, or {install_line('--upgrade', 'torch>=2.13')}",
         )
-    mode = parallelism.reshard_after_forward_mode
-    if mode == "always":
-        name = "parallelism.reshard_after_forward_mode"
+    if parallelism.reshard_after_forward_mode == "always":
         yield facts.layout_error(
-            f"{name} {mode} loses gradients under {schedule}.",
-            name,
+            f"parallelism.reshard_after_forward_mode always loses gradients under {schedule}.",
+            "parallelism.reshard_after_forward_mode",
             why="gradients of weights are computed after another microbatch's forward has freed the gathered weights",
-            fix=f"--{name} never, or {other}",
+            fix=f"--parallelism.reshard_after_forward_mode never, or {other}",
         )
     if config.activation_checkpoint.mode not in ("none", "auto"):
-        name = "activation_checkpoint.mode"
         yield facts.layout_error(
-            f"{name} {config.activation_checkpoint.mode} does not go with {schedule}.",
-            name,
+            f"activation_checkpoint.mode {config.activation_checkpoint.mode} does not go with {schedule}.",
+            "activation_checkpoint.mode",
             why="the backward visits a block once for each group of weights: full recomputes it each time, selective "
             "fails",
-            fix=f"--{name} none, or {other}",
+            fix=f"--activation_checkpoint.mode none, or {other}",
         )
     if config.compile.enable:
         yield facts.layout_error(

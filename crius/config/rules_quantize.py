@@ -25,8 +25,7 @@ from crius.config.resolve import batch_sizes
 from crius.config.rules_layout import sequence_divides, tensor_parallel_divides
 from crius.errors import LayoutError
 
-_DENSE = "quantize.dense."
-_GATHER = f"{_DENSE}float8.enable_fsdp_float8_all_gather"
+_GATHER = "quantize.dense.float8.enable_fsdp_float8_all_gather"
 
 
 def _is_sound(facts: Facts) -> bool:
@@ -47,12 +46,12 @@ def one_low_precision(facts: Facts) -> Violations:
     """A layer runs in one precision."""
     dense = facts.config.quantize.dense
     if dense.float8.enable and dense.mxfp8.enable:
-        names = [f"{_DENSE}float8.enable", f"{_DENSE}mxfp8.enable"]
         yield facts.error(
             "float8 and mxfp8 are both enabled.",
-            *names,
+            "quantize.dense.float8.enable",
+            "quantize.dense.mxfp8.enable",
             why="a linear layer runs in one precision",
-            fix=f"leave out --{names[1]}, or --{_DENSE}float8.no_enable",
+            fix="leave out --quantize.dense.mxfp8.enable, or --quantize.dense.float8.no_enable",
         )
 
 
@@ -68,7 +67,7 @@ def patterns_fit_layers(facts: Facts) -> Violations:
         return
     dense, linears = facts.config.quantize.dense, list(facts.model.linears)
     for field, patterns in (("exclude", dense.exclude), ("include", dense.include)):
-        name = f"{_DENSE}{field}"
+        name = f"quantize.dense.{field}"
         for pattern in patterns:
             if any(fits(pattern, linear) for linear in linears):
                 continue
@@ -91,9 +90,9 @@ def patterns_fit_layers(facts: Facts) -> Violations:
     if both:
         excluded, included = fits_any(dense.exclude, both[0]), fits_any(dense.include, both[0])
         yield facts.error(
-            f"--{_DENSE}exclude {excluded} and --{_DENSE}include {included} both fit {both[0]}.",
-            f"{_DENSE}exclude",
-            f"{_DENSE}include",
+            f"--quantize.dense.exclude {excluded} and --quantize.dense.include {included} both fit {both[0]}.",
+            "quantize.dense.exclude",
+            "quantize.dense.include",
             why="a layer is either kept or converted",
             fix=_include_without(facts, both),
         )
@@ -101,7 +100,7 @@ def patterns_fit_layers(facts: Facts) -> Violations:
 
 def _include_without(facts: Facts, linears: Iterable[str]) -> str:
     """Flags that include none of ``linears``."""
-    name, names = f"{_DENSE}include", list(linears)
+    name, names = "quantize.dense.include", list(linears)
     patterns = facts.config.quantize.dense.include
     left = tuple(pattern for pattern in patterns if not any(fits(pattern, linear) for linear in names))
     return _given(name, left) if left else f"leave out --{name}"
@@ -127,10 +126,10 @@ def included_layers_divide(facts: Facts) -> Violations:
     if wrong:
         problems = {numberless(linear): problem for linear, problem in wrong.items()}
         fixes = [f"--model.vocab_size {vocabulary}"] * vocabulary_helps
-        fixes += [f"--{_DENSE}pad_inner_dim", _include_without(facts, wrong)]
+        fixes += ["--quantize.dense.pad_inner_dim", _include_without(facts, wrong)]
         yield facts.layout_error(
             "; ".join(f"{linear}: {problem}" for linear, problem in problems.items()) + ".",
-            f"{_DENSE}include",
+            "quantize.dense.include",
             why=f"{kind(dense)} matmuls need both dims divisible by {block(dense)}, after tensor-parallel sharding: on "
             "a GPU the kernel refuses other dims",
             fix=", or ".join(fixes),
@@ -161,23 +160,23 @@ def tokens_divide(facts: Facts) -> Violations:
         "training.seq_len",
         "training.local_batch_size",
         why=f"the gradient of a {kind(dense)} layer's weight is a matmul over the tokens, in multiples of {unit}",
-        fix=f"--training.seq_len {max(1, length // step) * step}, or --{_DENSE}pad_inner_dim",
+        fix=f"--training.seq_len {max(1, length // step) * step}, or --quantize.dense.pad_inner_dim",
     )
 
 
 def quantize_flags_have_effect(facts: Facts) -> Violations:
     """A setting of one precision is not given on the command line without that precision."""
     dense = facts.config.quantize.dense
-    float8 = f"--{_DENSE}float8.enable"
+    float8 = "--quantize.dense.float8.enable"
     fields = ("recipe", "enable_fsdp_float8_all_gather", "precompute_scale", "emulate")
     rows = (
         (dense.float8.enable, float8, [f"float8.{field}" for field in fields]),
-        (dense.mxfp8.enable, f"--{_DENSE}mxfp8.enable", ["mxfp8.emulate"]),
+        (dense.mxfp8.enable, "--quantize.dense.mxfp8.enable", ["mxfp8.emulate"]),
         (is_enabled(dense), float8, ["exclude", "include", "auto_filter", "pad_inner_dim"]),
     )
     for is_on, owner, names in rows:
         if not is_on:
-            vain = facts.changed(f"--{_DENSE}{name}" for name in names)
+            vain = facts.changed(f"--quantize.dense.{name}" for name in names)
             yield from facts.no_effect(vain, f" without {owner}", f"{owner}, or leave out --NAME")
 
 
@@ -187,7 +186,7 @@ def float8_gather_suits(facts: Facts) -> Violations:
     if not float8.enable:
         return
     if float8.precompute_scale and not float8.enable_fsdp_float8_all_gather:
-        name = f"{_DENSE}float8.precompute_scale"
+        name = "quantize.dense.float8.precompute_scale"
         yield facts.error(
             f"--{name} has no effect without --{_GATHER}.",
             name,
@@ -197,29 +196,29 @@ def float8_gather_suits(facts: Facts) -> Violations:
     if not float8.enable_fsdp_float8_all_gather:
         return
     if float8.precompute_scale and facts.config.training.enable_cpu_offload:
-        names = [f"{_DENSE}float8.precompute_scale", "training.enable_cpu_offload"]
         yield facts.error(
-            f"--{names[0]} has no effect with --{names[1]}.",
-            *names,
+            "--quantize.dense.float8.precompute_scale has no effect with --training.enable_cpu_offload.",
+            "quantize.dense.float8.precompute_scale",
+            "training.enable_cpu_offload",
             why="torchao loses a scale when FSDP copies its weight to the device",
-            fix=f"leave out --{names[0]}",
+            fix="leave out --quantize.dense.float8.precompute_scale",
         )
     if float8.recipe != "tensorwise":
         yield facts.error(
             f"--{_GATHER} does not go with recipe {float8.recipe}.",
             _GATHER,
-            f"{_DENSE}float8.recipe",
+            "quantize.dense.float8.recipe",
             why="the forward scales weights by row and the backward by column, but a shard has no whole column",
-            fix=f"--{_DENSE}float8.recipe tensorwise, or leave out --{_GATHER}",
+            fix=f"--quantize.dense.float8.recipe tensorwise, or leave out --{_GATHER}",
         )
     padded = [c for c in _choices(facts) if c.is_converted and c.padded != c.local] if _is_sound(facts) else []
     if padded:
         local, rounded = (" x ".join(map(str, shape)) for shape in (padded[0].local, padded[0].padded))
         yield facts.error(
-            f"--{_GATHER} does not go with --{_DENSE}pad_inner_dim, which pads {numberless(padded[0].name)} from "
-            f"{local} to {rounded}.",
+            f"--{_GATHER} does not go with --quantize.dense.pad_inner_dim, which pads {numberless(padded[0].name)} "
+            f"from {local} to {rounded}.",
             _GATHER,
-            f"{_DENSE}pad_inner_dim",
+            "quantize.dense.pad_inner_dim",
             why="weights are padded before they are rounded to float8, but gathered weights are already rounded",
             fix=f"leave out --{_GATHER}",
         )
@@ -233,11 +232,11 @@ def something_is_converted(facts: Facts) -> Violations:
     choices = _choices(facts)
     if any(choice.is_converted for choice in choices):
         return
-    name = f"{_DENSE}{kind(dense)}.enable"
+    name = f"quantize.dense.{kind(dense)}.enable"
     remedies = [
-        (f"--{_DENSE}pad_inner_dim", any(" mod " in choice.reason for choice in choices)),
-        (f"--{_DENSE}auto_filter off", dense.auto_filter == "on"),
-        (f"leave out --{_DENSE}exclude", bool(dense.exclude)),
+        ("--quantize.dense.pad_inner_dim", any(" mod " in choice.reason for choice in choices)),
+        ("--quantize.dense.auto_filter off", dense.auto_filter == "on"),
+        ("leave out --quantize.dense.exclude", bool(dense.exclude)),
     ]
     yield facts.error(
         f"--{name} would convert nothing: {summary(choices)}.",
@@ -252,12 +251,12 @@ def chunked_loss_has_its_layer(facts: Facts) -> Violations:
         return
     if list(included_layers_divide(facts)) or not converts_output(_choices(facts), facts.plan):
         return
-    names = ["kernels.linear_cross_entropy", f"{_DENSE}{kind(facts.config.quantize.dense)}.enable"]
     yield facts.error(
         "kernels.linear_cross_entropy chunked does not go with an output layer in low precision.",
-        *names,
+        "kernels.linear_cross_entropy",
+        f"quantize.dense.{kind(facts.config.quantize.dense)}.enable",
         why="it multiplies with the weight of that layer itself, in high precision",
-        fix=f"--{names[0]} off",
+        fix="--kernels.linear_cross_entropy off",
     )
 
 

@@ -266,10 +266,6 @@ CHECKPOINT_RULES = (
 )
 
 
-_ON = "training.reproducible"
-_SHARDS = "training.virtual_shards"
-
-
 def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
     """The number of virtual shards is a power of two that the data-parallel ranks divide, and a microbatch is one
     shard.
@@ -277,26 +273,28 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
     training, ranks = facts.config.training, facts.data_parallel_ranks
     shards = training.virtual_shards
     if not training.reproducible:
-        yield from facts.no_effect([_SHARDS], f" without {_ON}", f"e.g. --{_ON}")
+        yield from facts.no_effect(
+            ["training.virtual_shards"], " without training.reproducible", "e.g. --training.reproducible"
+        )
         return
     if shards < 1 or ranks < 1:
         return  # ranges reports it
     if shards & (shards - 1):
         below = 1 << (shards.bit_length() - 1)
         yield facts.error(
-            f"{_SHARDS} {shards} is not a power of two.",
-            _SHARDS,
+            f"training.virtual_shards {shards} is not a power of two.",
+            "training.virtual_shards",
             why="their gradients are summed as a binary tree, and every layout has whole branches of it",
-            fix=f"--{_SHARDS} {below} or {2 * below}",
+            fix=f"--training.virtual_shards {below} or {2 * below}",
         )
     elif shards % ranks:
         legal = [1 << power for power in range(shards.bit_length())]
         more = 1 << (ranks - 1).bit_length()
-        fix = f"--{_SHARDS} {more}" if more == ranks else "other degrees of [parallelism]"
+        fix = f"--training.virtual_shards {more}" if more == ranks else "other degrees of [parallelism]"
         yield facts.layout_error(
-            f"{ranks} data-parallel ranks do not divide the {shards} virtual shards of a {_ON} run; legal: "
-            f"{listed(legal)}.",
-            _SHARDS,
+            f"{ranks} data-parallel ranks do not divide the {shards} virtual shards of a training.reproducible run; "
+            f"legal: {listed(legal)}.",
+            "training.virtual_shards",
             why="each rank computes the same number of whole virtual shards",
             fix=fix,
         )
@@ -305,7 +303,8 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
         yield facts.error(
             f"training.local_batch_size {local} is not the {total // shards} sequences of a virtual shard.",
             "training.local_batch_size",
-            why=f"a {_ON} run computes each of the {shards} virtual shards by itself, whatever the layout",
+            why=f"a training.reproducible run computes each of the {shards} virtual shards by itself, whatever the "
+            "layout",
             fix="--training.local_batch_size -1",
         )
 
@@ -363,7 +362,7 @@ def reproducible_excludes(facts: Facts) -> Violations:
     for name, is_wrong, why, fix in rows:
         if is_wrong:
             yield facts.error(
-                f"{facts.shown(name)} does not go with {_ON}.",
+                f"{facts.shown(name)} does not go with training.reproducible.",
                 name,
                 why=why,
                 fix=f"{fix}, or --training.no_reproducible",
