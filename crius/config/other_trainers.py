@@ -35,7 +35,9 @@ ALIASES = {
 # tests/unit/test_foreign_words.py says where each name comes from.
 _MOVED = {
     "activation_checkpoint.mode": "recompute_granularity",
-    "activation_checkpoint.mode full": "activation_checkpointing gradient_checkpointing recompute_activations",
+    "activation_checkpoint.mode full": (
+        "activation_checkpointing gradient_checkpointing recompute_activations use_gradient_checkpointing"
+    ),
     "activation_checkpoint.selective_option": "activation_checkpoint.selective_ac_option",
     "checkpoint.enable": "checkpoint.enable_checkpoint",
     "checkpoint.init_from": "base_model base_model_name_or_path init_from model_name_or_path pretrained_checkpoint",
@@ -46,8 +48,8 @@ _MOVED = {
     "comm.timeout_seconds": "comm.init_timeout_seconds comm.train_timeout_seconds ddp_timeout",
     "compile.enable": "torch_compile training.compile",
     "data.name": "dataset_config",
-    "data.packing": "sample_packing",
-    "data.path": "data_files dataset dataset_name datasets datasets.path train_data_path train_file",
+    "data.packing": "sample_packing neat_packing",
+    "data.path": "data_files dataset dataset_name datasets datasets.path train_data_path train_file dataset_dir",
     "data.shuffle": "shuffle_dataset",
     "data.source": "training.dataset",
     "data.source stdlib": "mock_data",
@@ -56,25 +58,26 @@ _MOVED = {
     "data.too_long": "excess_length_strategy",
     "data.too_long truncate": "truncation_mode",
     "debug.deterministic": "debug.deterministic_warn_only deterministic_mode full_determinism",
+    "debug.seed": "data_seed random_state",
     "job.name": "run_name wandb_name",
     "job.run_dir": "out_dir output_dir resume save",
-    "kernels.attention": "attn_implementation",
+    "kernels.attention": "attn_implementation flash_attn",
     "kernels.attention flash": "flash_attention use_flash_attn",
     "kernels.attention flex": "flex_attention",
     "kernels.linear_cross_entropy chunked": "chunked_cross_entropy use_liger_kernel",
     "lora.alpha": "lora_alpha",
     "lora.base": "quantization quantization_config",
     "lora.base int8": "load_in_8bit",
-    "lora.base nf4": "load_in_4bit",
+    "lora.base nf4": "load_in_4bit quantization_bit",
     "lora.rank": "lora_r lora_rank r",
-    "lora.rank 16": "adapter use_peft",
+    "lora.rank 16": "adapter use_peft finetuning_type",
     "lora.rslora": "peft_use_rslora use_rslora",
     "lora.targets": "lora_target lora_target_modules target_modules",
     "lr_scheduler.decay_type": "lr_decay_style lr_scheduler_type",
     "lr_scheduler.min_lr_factor": "lr_scheduler.lr_min",
     "lr_scheduler.warmup_steps": "lr_warmup_iters num_warmup_steps warmup_iters warmup_steps",
     "metrics.enable_progress_bar false": "disable_tqdm",
-    "metrics.enable_tensorboard true": "tensorboard_dir use_tensorboard",
+    "metrics.enable_tensorboard true": "tensorboard_dir use_tensorboard logging_dir",
     "metrics.enable_wandb true": "report_to use_wandb wandb",
     "metrics.log_interval": "logging_steps steps_per_print",
     "metrics.log_interval 10": "logging_strategy",
@@ -111,14 +114,16 @@ _MOVED = {
         "data_parallel_size dp dp_shard_size training.data_parallel_degree training.data_parallel_shard_degree"
     ),
     "parallelism.data_parallel_shard_degree -1": (
-        "deepspeed fsdp use_distributed_optimizer zero_optimization zero_stage"
+        "deepspeed fsdp use_distributed_optimizer zero_optimization zero_stage deepspeed_config"
     ),
     "parallelism.expert_parallel_degree": "ep expert_model_parallel_size expert_parallel_size",
     "parallelism.pipeline_parallel_degree": "pipeline_model_parallel_size pipeline_parallel_size pp",
     "parallelism.pipeline_parallel_module_names_per_stage": (
         "parallelism.module_fqns_per_model_part parallelism.pipeline_parallel_split_points"
     ),
-    "parallelism.pipeline_parallel_stages_per_rank": "parallelism.pipeline_parallel_layers_per_stage",
+    "parallelism.pipeline_parallel_stages_per_rank": (
+        "parallelism.pipeline_parallel_layers_per_stage num_layers_per_virtual_pipeline_stage"
+    ),
     "parallelism.reshard_after_forward_mode": "reshard_after_forward",
     "parallelism.tensor_parallel_degree": (
         "tensor_model_parallel_size tensor_parallel_size tp training.tensor_parallel_degree"
@@ -128,7 +133,7 @@ _MOVED = {
     "quantize.dense.exclude": "float8.filter_fqns mx.filter_fqns",
     "quantize.dense.float8.emulate": "float8.emulate",
     "quantize.dense.float8.enable": "float8.enable float8.enable_float8_linear",
-    "quantize.dense.float8.enable true": "model.converters",
+    "quantize.dense.float8.enable true": "model.converters fp8_format",
     "quantize.dense.float8.enable_fsdp_float8_all_gather": "float8.enable_fsdp_float8_all_gather",
     "quantize.dense.float8.precompute_scale": "float8.precompute_float8_dynamic_scale_for_fsdp",
     "quantize.dense.float8.recipe": "float8.recipe_name",
@@ -136,7 +141,10 @@ _MOVED = {
     "quantize.dense.mxfp8.enable true": "mx.recipe_name",
     "tokenizer.path": "model.tokenizer_path tokenizer_config tokenizer_model tokenizer_name tokenizer_name_or_path",
     "training.device cpu": "no_cuda use_cpu",
-    "training.enable_cpu_offload true": "cpu_offload offload_optimizer offload_params optimizer_cpu_offload",
+    "training.enable_cpu_offload true": (
+        "cpu_offload offload_optimizer offload_params optimizer_cpu_offload offload_optimizer_device "
+        "offload_param_device"
+    ),
     "training.epochs": "epochs num_epochs num_train_epochs",
     "training.gc_interval": "gc_steps manual_gc_interval training.gc_freq",
     "training.global_batch_size": "train_batch_size",
@@ -148,12 +156,13 @@ _MOVED = {
     "training.mixed_precision_param": "dtype mixed_precision precision torch_dtype",
     "training.mixed_precision_param bfloat16": "bf16",
     "training.seq_len": (
-        "block_size context_length max_length max_seq_len max_seq_length model_max_length seq_length sequence_len"
+        "block_size context_length max_length max_seq_len max_seq_length model_max_length seq_length sequence_len "
+        "cutoff_len"
     ),
     "training.steps": "max_iters max_steps max_train_steps num_training_steps train_iters",
     "validation.fraction": "val_set_size",
     "validation.interval": "eval_interval eval_steps",
-    "validation.interval 500": "eval_strategy validation.enable validation.enabled",
+    "validation.interval 500": "eval_strategy validation.enable validation.enabled evaluation_strategy",
     "validation.num_samples": "eval_iters validation.steps",
     "validation.path": (
         "dataset_test_split test_datasets valid_data_path validation.dataset validation.dataset_path validation_file"
@@ -180,11 +189,14 @@ NOTHING = {
     "checkpoint.exclude_from_loading": "a checkpoint is loaded whole",
     "checkpoint.initial_load_in_hf": _INITIAL,
     "checkpoint.initial_load_model_only": _INITIAL,
-    **dict.fromkeys(("checkpoint.export_dtype", "checkpoint.last_save_in_hf"), _EXPORT),
+    **dict.fromkeys(("checkpoint.export_dtype", "checkpoint.last_save_in_hf", "save_safetensors"), _EXPORT),
+    **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), _INITIAL),
     **dict.fromkeys(("checkpoint.last_save_model_only", "checkpoint.model_weights_only"), _EXPORT),
     "comm.trace_buf_size": "the watchdog reports where each rank hangs",
     "compile.components": "the blocks are compiled; compile.loss adds the loss",
-    "dataloader_num_workers": "one thread reads ahead, by data.prefetch batches",
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_pin_memory"), "one thread reads ahead, by data.prefetch batches"
+    ),
     "fault_tolerance.*": "launch.max_restarts restarts all ranks from the newest checkpoint; none continues alone",
     "fp16": "float16 needs a loss scale, which Crius lacks; bfloat16 needs none",
     "gradient_accumulation_steps": _ACCUMULATION,
@@ -223,24 +235,40 @@ NOTHING = {
 }
 
 _LACKING = {
-    "a model is trained to predict the next token; DPO, rewards and RL are not built": "dpo dpo_beta reward_model rl",
+    "a model is trained to predict the next token; DPO, rewards and RL are not built": (
+        "dpo dpo_beta reward_model rl stage"
+    ),
     "adapters are of linear layers, without biases": "bias lora_bias lora_modules_to_save modules_to_save",
     "adapters start as in the LoRA paper": "init_lora_weights loftq_config peft_init_lora_weights",
     "checkpoints are not compared; checkpoint.keep_every keeps more of them": (
         "early_stopping_patience greater_is_better load_best_model_at_end metric_for_best_model"
     ),
     "chat data trains on what the assistant says: data.format chat, and data.train_on last for its last turn": (
-        "assistant_only_loss completion_only_loss datasets.type roles_to_train train_on_inputs"
+        "assistant_only_loss completion_only_loss datasets.type roles_to_train train_on_inputs mask_history "
+        "response_template"
     ),
-    "crius data prepare --num_workers N tokenises with N processes": "dataset_num_proc dataset_processes",
+    "crius data prepare --num_workers N tokenises with N processes": (
+        "dataset_num_proc dataset_processes preprocessing_num_workers"
+    ),
     "crius evaluate measures a model, crius generate asks it": "do_eval do_predict do_train",
     "each setting has a flag of its own: crius train --help all": (
         "accelerator_config dataset_kwargs fsdp_config gradient_checkpointing_kwargs lr_scheduler_kwargs "
         "model_init_kwargs optim_args torch_compile_backend torch_compile_mode"
     ),
+    "all rows are read; training.epochs or training.steps set the length": "max_samples",
+    "all weights are trained without lora.rank": "full_finetuning",
+    "a run continues if its job.run_dir has checkpoints; another job.run_dir begins anew": (
+        "ignore_data_skip overwrite_output_dir"
+    ),
+    "CUDA_VISIBLE_DEVICES chooses GPUs": "include",
     "every model is a causal language model": "lora_task_type task_type",
+    "kernels.* choose among the implementations": "transformer_impl use_mcore_models use_unsloth",
+    "report.html in the run folder draws the losses": "plot_loss",
+    "activation_checkpoint.mode full recomputes all blocks": "recompute_method recompute_num_layers",
+    "an answer is drawn by temperature, top_k and top_p": "do_sample num_beams num_return_sequences repetition_penalty",
+    "the name of a task has its number of examples, as piqa:mc_5shot": "num_fewshot",
     "no code of a model is run": "trust_remote_code",
-    "no noise is added, and the loss is plain cross-entropy": "label_smoothing_factor neftune_noise_alpha",
+    "no noise is added, and the loss is plain cross-entropy": "label_smoothing_factor loss_type neftune_noise_alpha",
     "nf4 has scales of its own; the computation is in training.mixed_precision_param": (
         "bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant "
         "use_bnb_nested_quant"
@@ -255,7 +283,7 @@ _LACKING = {
         "remove_unused_columns"
     ),
     "tensor parallelism splits the sequence too": "sequence_parallel",
-    "the tokenizer's own chat template is used": "chat_template chat_template_path",
+    "the tokenizer's own chat template is used": "chat_template chat_template_path template",
     "tokenizer.path names a tokenizer.json": "merge_file tokenizer_type vocab_file",
     "torchrun or Slurm start processes on several nodes, and each crius train joins them": (
         "hostfile local_rank machine_rank main_process_port master_addr master_port nnodes node_rank num_machines "
@@ -272,11 +300,15 @@ NOTHING |= {name: reason for reason, names in _LACKING.items() for name in names
 
 _OPTIONS = {
     "chat": "apply_chat_template",
-    "config": "c cfg config_file config_path",
-    "max_new_tokens": "max_gen_len max_tokens n_predict num_tokens",
+    "config": "c cfg config_file config_path job.config_file",
+    "max_new_tokens": "max_gen_len max_tokens n_predict num_tokens num_predict",
+    "gpu": "gpu_type",
     "nproc": "devices gpus gpus_per_node n_gpus nproc_per_node num_gpus num_processes",
-    "prompt": "input p query question text",
+    "prompt": "input p query question text start",
+    "source": "ckpt_dir model_path pretrained",
+    "tasks": "task",
     "temperature": "temp",
+    "vocab": "vocab_size",
 }
 OPTIONS_BY_NAME = {name: option for option, names in _OPTIONS.items() for name in names.split()}
 """Other names of options that are not settings, for the verbs that have such an option."""
@@ -300,13 +332,15 @@ _CONTINUES = "a run continues by itself if its job.run_dir has checkpoints"
 _RESUMED = dict.fromkeys(("auto", "last", "latest", "none", "true"), _CONTINUES)
 _VALUES = {
     "adapter": {"lora.base nf4": "qlora"},
+    "finetuning_type": {"without lora.rank all weights are trained": "full"},
+    "quantization_bit": {"lora.base int8": "8"},
     "activation_checkpoint.mode": {
         "activation_checkpoint.mode full": "true",
         "activation_checkpoint.mode none": "false",
     },
     "checkpoint.interval": {"checkpoint.interval 0": "false no none"},
     "kernels.attention": {
-        "kernels.attention auto": "false sdpa",
+        "kernels.attention auto": "disabled false sdpa",
         "kernels.attention efficient": "xformers",
         "kernels.attention flash": "fa2 flash_attention flash_attention_2",
         "kernels.attention flash3": "fa3 flash_attention_3",
