@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import crius
 from crius.cli import import_named
 from crius.cli.app import SOURCES, facts_of
-from crius.cli.settings import checked_run_of
+from crius.cli.settings import run_of
 from crius.config import rules
-from crius.config.argv import normalized_argv
 from crius.config.facts import Facts
 from crius.errors import CriusError
 from crius.tools.bench.result import show
@@ -61,7 +60,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[
     ``CRIUS_IMPORT`` are registered.
     """
     given = import_named(list(sys.argv[1:] if argv is None else argv))
-    return parser.parse_known_args(normalized_argv(given))
+    joined: list[str] = []
+    for word in given:
+        if joined and joined[-1] == "--vs":  # its value is flags, which argparse would take for its own
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return parser.parse_known_args(joined)
 
 
 def facts_from(flags: Sequence[str], *, is_dry: bool = False) -> Facts:
@@ -78,7 +83,7 @@ def facts_from(flags: Sequence[str], *, is_dry: bool = False) -> Facts:
     parser.add_argument("--nproc", type=int, default=0)
     options, settings = parser.parse_known_args(flags)
     SOURCES.origins.clear()
-    facts = facts_of(checked_run_of(*settings), options.nproc, None)
+    facts = facts_of(run_of(*settings), options.nproc, None)
     facts = dataclasses.replace(facts, is_dry=is_dry)
     rules.check(facts)
     return facts

@@ -146,7 +146,7 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
         CriusError: the run failed; the class is that of the failure, such as ``NonFiniteError``.
     """
     from crius.cli.from_python import FILE, check_arguments, words_of
-    from crius.cli.settings import checked_run_of
+    from crius.cli.settings import run_of
     from crius.cli.train import prepared
     from crius.launch.environment import joined_placement
 
@@ -160,7 +160,7 @@ def run(config: RunConfig | Mapping[str, Any] | None = None, *, recipe: str = ""
             stack.callback(sink.close)
         words = words_of({} if config is None else config, recipe, Path(scratch))
         with _located("crius.run", str(Path(scratch) / FILE)):
-            facts, folder = prepared(checked_run_of(*words), 0, None)
+            facts, folder = prepared(run_of(*words), 0, None)
             if facts.num_ranks > 1:
                 _train_apart(words, folder, sinks)
             else:

@@ -1,21 +1,17 @@
 """The generated parts of the reference: Markdown, made from what ``--help`` prints when the site is built."""
 
 import dataclasses
-import functools
 import importlib.util
 import re
 import runpy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-import docstring_parser
-from cyclopts import App
-from cyclopts.annotations import get_hint_name
-from cyclopts.argument import Argument
-
 from crius.cli import VERBS, add_verbs, app
+from crius.cli.verbs import Verb, Verbs
+from crius.config.arguments import Setting, settings_of
 from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import COMMAND_LINE_ONLY, flatten
@@ -32,27 +28,27 @@ WORD = re.compile(
 
 def settings() -> str:
     """Every setting of a run: its type, default, choices and explanation, by section."""
-    arguments = {_dotted(argument): argument for argument in _arguments("train")}
-    return "\n\n".join(_sections(RunConfig(), arguments))
+    return "\n\n".join(_sections(RunConfig(), {setting.name: setting for setting in settings_of(RunConfig)}))
 
 
-def _sections(config: Any, arguments: dict[str, Argument], prefix: str = "") -> Iterator[str]:
+def _sections(config: Any, settings: dict[str, Setting], prefix: str = "") -> Iterator[str]:
     """The sections of ``config`` and of the sections in them, in their order."""
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield f"## [{name}]\n\n{text(type(value).__doc__ or '')}"
-            yield from _sections(value, arguments, f"{name}.")
+            yield from _sections(value, settings, f"{name}.")
         else:
-            yield _setting(name, value, arguments[name])
+            yield _setting(settings[name])
 
 
-def _setting(name: str, default: Any, argument: Argument) -> str:
-    notes = [_type(argument.hint), f"default {_value(default)}"]
+def _setting(setting: Setting) -> str:
+    name = setting.name
+    notes = [_type(setting.hint), f"default {_value(setting.default)}"]
     notes += ["on the command line alone"] if name in COMMAND_LINE_ONLY else []
     others = [f"`--{alias}`" for alias, meant in ALIASES.items() if meant == name]
     notes += [f"also {', '.join(others)}"] if others else []
-    return f"### {name}\n\n{'; '.join(notes)}\n\n{text(argument.parameter.help or '')}"
+    return f"### {name}\n\n{'; '.join(notes)}\n\n{text(setting.help)}"
 
 
 def _type(hint: Any) -> str:
@@ -63,7 +59,7 @@ def _type(hint: Any) -> str:
         return f"one of {', '.join(map(_value, get_args(hint)))}"
     if get_origin(hint) is tuple:
         return f"list of {_type(get_args(hint)[0])}"
-    return f"`{get_hint_name(hint).lower()}`"
+    return f"`{hint.__name__.lower()}`"
 
 
 def _value(value: Any) -> str:
@@ -79,52 +75,44 @@ def _value(value: Any) -> str:
 def verbs() -> str:
     """Every verb: what it does, and the flags that are its own."""
     add_verbs()
-    return "\n\n".join(_verbs(app, ()))
+    return "\n\n".join(_verbs(app))
 
 
-def _verbs(parent: App, path: tuple[str, ...]) -> Iterator[str]:
-    """The verbs below ``parent``: those of the first level in the order of VERBS, others by name."""
-    names = [name for name in parent if not name.startswith("-") and parent[name].show]
-    for name in sorted(names, key=lambda name: (list(VERBS).index(name) if not path else 0, name)):
-        verb, words = parent[name], (*path, name)
-        head = f"{'#' * (1 + len(words))} crius {' '.join(words)}"
-        if verb.default_command is None:
-            yield f"{head}\n\n{text(verb.help)}"
+def _verbs(group: Verbs) -> Iterator[str]:
+    """The verbs of a group: those of the first level in the order of VERBS, others by name."""
+    order = list(VERBS)
+    for member in sorted(group, key=lambda member: order.index(member.words[0])):
+        head = f"{'#' * (1 + len(member.words))} crius {' '.join(member.words)}"
+        if isinstance(member, Verbs):
+            yield f"{head}\n\n{text(member.about)}"
+            yield from _verbs(member)
         else:
-            yield f"{head}\n\n{_verb(words, verb.default_command)}"
-        yield from _verbs(verb, words)
+            yield f"{head}\n\n{_verb(member)}"
 
 
-def _verb(words: tuple[str, ...], command: Callable[..., Any]) -> str:
-    said = docstring_parser.parse(command.__doc__ or "")
-    arguments = _arguments(*words)
-    parts = [text(part) for part in (said.short_description, said.long_description) if part]
-    if sections := dict.fromkeys(name.split(".")[0] for name in map(_dotted, arguments) if name in NAMES):
+def _verb(verb: Verb) -> str:
+    settings = [argument.setting for argument in verb.arguments().values()]
+    parts = [text(verb.about)]
+    if sections := dict.fromkeys(one.name.split(".")[0] for one in settings if one.name in NAMES):
         which = "every setting" if len(sections) > 10 else f"the settings of {', '.join(sections)}"
         parts.append(f"Takes {which} as flags: [Settings](settings.md).")
-    own = [part for part in arguments if _dotted(part) not in NAMES and not dataclasses.is_dataclass(part.hint)]
-    rows = [f"- {', '.join(f'`{name}`' for name in argument.names)}: {_flag(argument)}" for argument in own]
+    rows = [f"- {_names(one)}: {_flag(one)}" for one in settings if one.name not in NAMES]
     return "\n\n".join([*parts, "\n".join(rows)]).strip()
 
 
-def _dotted(argument: Argument) -> str:
-    return argument.name.removeprefix("--")
+def _names(setting: Setting) -> str:
+    word = setting.name.upper() if setting.takes_word else ""
+    flag = f"--{setting.name}" if setting.has_flag else ""
+    negative = f"--{setting.negative}" if setting.negative else ""
+    return ", ".join(f"`{name}`" for name in (word, flag, negative) if name)
 
 
-def _flag(argument: Argument) -> str:
-    if argument.hint is bool:
-        return text(argument.parameter.help or "")
-    default = argument.field_info.default
-    is_told = default not in (argument.field_info.empty, None, "", ())
-    notes = "; ".join([_type(argument.hint), *([f"default {_value(default)}"] if is_told else [])])
-    return f"{text(argument.parameter.help or '')} ({notes})".strip()
-
-
-def _arguments(*words: str) -> list[Argument]:
-    add_verbs(words[0])
-    command = functools.reduce(lambda part, word: part[word], words, app)
-    with app.app_stack(list(words)):
-        return list(command.assemble_argument_collection(parse_docstring=True, default_parameter=app.default_parameter))
+def _flag(setting: Setting) -> str:
+    if setting.hint is bool:
+        return text(setting.help)
+    is_told = not setting.is_required and setting.default not in (None, "", ())
+    notes = "; ".join([_type(setting.hint), *([f"default {_value(setting.default)}"] if is_told else [])])
+    return f"{text(setting.help)} ({notes})".strip()
 
 
 def api() -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import assembled
 import fork_server
 import pytest
 import torch
@@ -35,8 +34,6 @@ from crius.parallel.runtime import World
 from crius.train import job
 from crius.train.inputs import resolve, saved_settings
 from crius.train.loop import Loop
-
-assembled.install()
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

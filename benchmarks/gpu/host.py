@@ -18,7 +18,7 @@ CARRIED = ".gpu"
 """Folder in the checkout, which git ignores, of what a machine without a registry gets: ``wheels/``, ``COMMIT``, and
 NCCL for several ranks on one GPU. ``benchmarks/gpu/pack.py`` fills it."""
 
-NEEDED = ("torch", "numpy", "cyclopts", "rich", "tomli_w", "xxhash", "torchao")
+NEEDED = ("torch", "numpy", "rich", "tomli_w", "xxhash", "torchao")
 """Modules without which Crius, or a check, does not run."""
 OPTIONAL = ("triton", "transformers", "torchtitan.train", "liger_kernel", "pytest", "xdist")
 """Modules of peers and of the tests: without one its rows cannot run."""

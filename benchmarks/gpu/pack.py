@@ -19,7 +19,7 @@ from benchmarks.gpu.host import CARRIED, commit  # noqa: E402  without the packa
 
 FOLDER = ROOT / CARRIED
 CRIUS = (
-    *("torchao==0.18.0", "cyclopts==5.4.0", "docstring-parser==0.18.0", "rich-rst==2.2.0", "tomli-w==1.2.0"),
+    *("torchao==0.18.0", "tomli-w==1.2.0"),
     *("xxhash==4.1.0", "pytest-xdist==3.8.0", "execnet==2.1.2"),
 )
 PEERS = (

@@ -1,7 +1,6 @@
 """The ``crius`` command: verbs and the functions that they call. Slow imports, and imports of torch, are inside the
 verbs."""
 
-import functools
 import gc
 import importlib
 import io
@@ -10,12 +9,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import CycloptsError
-
-from crius.cli.app import COMMAND, SOURCES, app, silence_stdout
-from crius.cli.help import HELP_PAGE
-from crius.config.argv import normalized_argv
-from crius.config.names import WrongSettings, explain, nearest_typo
+from crius import __version__
+from crius.cli.app import COMMAND, SOURCES, app, emit, help_text, silence_stdout
+from crius.cli.verbs import HELP_FLAGS, Verbs
+from crius.config.names import nearest_typo
 from crius.config.other_trainers import check_verb, no_verb
 from crius.data.documents import is_utf8
 from crius.errors import ConfigError, CriusError
@@ -39,6 +36,7 @@ VERBS = {
     "compare": "runs",
     "sweep": "sweep",
     "completion": "completion",
+    "_complete": "completion",
     "config": "settings",
     "data": "settings",
     "doctor": "settings",
@@ -52,8 +50,8 @@ run."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 done, 1 failed, 2 usage or config, 130 Ctrl-C."""
-    arguments = normalized_argv(sys.argv[1:] if argv is None else argv)
-    if unwritten := [ascii(argument) for argument in arguments if not is_utf8(argument)]:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if unwritten := [ascii(word) for word in words if not is_utf8(word)]:
         error = ConfigError(f"{' '.join(unwritten)} is not UTF-8.", where="command line", fix="rename the file")
         print(error, file=sys.stderr)
         return error.exit_code
@@ -63,23 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # of letters that the encoding lacks
     SOURCES.origins.clear()
-    is_parsed = False
-    parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)
     try:
-        arguments = _with_known_verb(import_named(arguments))
-        add_verbs(arguments[0] if arguments else "")
-        arguments = HELP_PAGE.choose(arguments, app)
-        command, bound, _ = parse(arguments)
-        is_parsed = True
-        if SOURCES.counted and arguments[0] != "train":
-            what = f"{' and '.join(sorted(SOURCES.counted))} auto is for crius train, which counts the sequences."
-            raise ConfigError(what, where="command line or file", fix="give a number")
-        gc.enable()
-        return command(*bound.args, **bound.kwargs) or 0
-    except (CycloptsError, WrongSettings) as error:
-        problem = explain(error) if is_parsed else explain(error, arguments, parse)
-        print(printable(redact(str(problem))), file=sys.stderr)
-        return 2
+        words = _with_known_verb(import_named(words))
+        add_verbs(words[0] if words else "")
+        return _run(words)
     except CriusError as error:
         print(printable(redact(str(error))), file=sys.stderr)
         return error.exit_code
@@ -91,6 +76,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:  # a mistake of Crius, or of a library below it
         print(printable(redact(traceback.format_exc())), file=sys.stderr)
         return 1
+
+
+def _run(words: list[str]) -> int:
+    """Run the verb that ``words`` begin with, or print its help; returns the exit code.
+
+    Raises:
+        CriusError: the words are wrong, or the verb failed.
+    """
+    verb, rest = app.find(words)
+    if rest[:1] == ["--version"] and verb is app:
+        emit(__version__)
+        return 0
+    if isinstance(verb, Verbs) or (any(word.partition("=")[0] in HELP_FLAGS for word in rest) and not verb.takes_all):
+        emit(help_text(verb, rest))
+        return 0
+    call = verb.call(rest, SOURCES)
+    if SOURCES.counted and verb.words != ("train",):
+        what = f"{' and '.join(sorted(SOURCES.counted))} auto is for crius train, which counts the sequences."
+        raise ConfigError(what, where="command line or file", fix="give a number")
+    gc.enable()
+    return call() or 0
 
 
 def _with_known_verb(arguments: list[str]) -> list[str]:

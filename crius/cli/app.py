@@ -11,15 +11,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Parameter
-from cyclopts.argument import Argument
-
-from crius import __version__
-from crius.cli.help import HELP_PAGE
+from crius.cli.verbs import Call, Verb, Verbs
+from crius.config.arguments import Arguments, Option
 from crius.config.data import SOURCES as DATA_SOURCES
 from crius.config.facts import Facts
 from crius.config.load import OF_DATA, RunSources, recipe_names
@@ -39,32 +36,26 @@ if TYPE_CHECKING:
     from crius.models.description import ModelDescription
     from crius.tools.plan.hardware import Hardware
 
-Run = Annotated[RunConfig, Parameter(name="*")]
 Recipe = Annotated[
     str,
-    Parameter(
-        help="A run that comes with Crius; llama3_debug where no --config is given.",
-        completer=lambda context: recipe_names(),
-    ),
+    Option(help="A run that comes with Crius; llama3_debug where no --config is given.", known=recipe_names),
 ]
 Layout = Annotated[
     str,
-    Parameter(help="Degrees and options in one word, as fsdp4_tp2 or pp2_fsdp2+full: docs/verify.md."),
+    "Degrees and options in one word, as fsdp4_tp2 or pp2_fsdp2+full: docs/verify.md.",
 ]
-ConfigFiles = Annotated[tuple[Path, ...], Parameter(help="TOML file with settings; repeat it, the last one wins.")]
-NumProcesses = Annotated[int, Parameter(help="Processes to start on this machine. 0: the product of the degrees.")]
-Strict = Annotated[bool, Parameter(negative=(), help="Fail if an optimisation has no effect.")]
+ConfigFiles = Annotated[tuple[Path, ...], "TOML file with settings; repeat it, the last one wins."]
+NumProcesses = Annotated[int, "Processes to start on this machine. 0: the product of the degrees."]
+Strict = Annotated[bool, "Fail if an optimisation has no effect."]
 DryRun = Annotated[
     bool,
-    Parameter(
-        negative=(), help="Train nothing: show memory, FLOPs and collectives of a rank, for any number of ranks."
-    ),
+    "Train nothing: show memory, FLOPs and collectives of a rank, for any number of ranks.",
 ]
-DryRunRank = Annotated[int, Parameter(help="Rank that --dry_run shows.")]
+DryRunRank = Annotated[int, "Rank that --dry_run shows."]
 DryRunImbalance = Annotated[
-    float, Parameter(help="Tokens that the experts of that rank get, over the mean of the ranks that share them.")
+    float, "Tokens that the experts of that rank get, over the mean of the ranks that share them."
 ]
-Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
+Json = Annotated[bool, Option(name="json", help="Print JSON.")]
 
 STARTED = time.monotonic()
 AUTO = "parallelism.auto"
@@ -123,13 +114,10 @@ def _read_weights(path: str, run_dir: str, where: str) -> Mapping[str, Any]:
     return brought | {name: value for name, value in tokenizer.items() if value}
 
 
-def _read_data(named: Mapping[str, Argument]) -> Mapping[str, Any]:
-    """What the data says about settings; the texts of tokens are values, or True and False of flags without one."""
-    given: dict[str, list[str]] = {}
-    for name, argument in named.items():
-        is_empty = any(token.implicit_value == () for token in argument.tokens)  # a list in TOML
-        if argument.tokens and not is_empty and name.startswith(("--data.", "--model.attention_mask")):
-            given[name[2:]] = [token.value or str(token.implicit_value) for token in argument.tokens]
+def _read_data(arguments: Arguments) -> Mapping[str, Any]:
+    """What the data says about settings."""
+    read = ("data.", "model.attention_mask")
+    given = {name: argument.texts for name, argument in arguments.items() if argument.texts and name.startswith(read)}
     if not ("data.path" in given or "data.format" in given):
         return {}
     from crius.data.infer import infer
@@ -145,32 +133,46 @@ SOURCES = RunSources(
     _located,
 )
 COMMAND: list[str] = []
-"""Verb and flags of this command, as ``normalized_argv`` gives them."""
+"""Verb and flags of this command."""
 
-FLAG = Parameter(name_transform=lambda name: name, negative_bool="no_", negative_iterable=())
-"""How a field becomes a flag."""
-_SHARED: dict[str, Any] = {
-    "default_parameter": FLAG,
-    "config": [SOURCES],
-    "help_format": "plaintext",
-    "help_formatter": HELP_PAGE,
-    "result_action": "return_value",
-}
 _ABOUT = """Train large language models, from one CPU to hundreds of GPUs.
 
 Every verb takes --import MODULE, which makes a model of your own known: docs/adding_a_model.md.
 """
-app = App(name="crius", help=_ABOUT, version=__version__, **_SHARED)
-config_app = App(name="config", help="Show and compare the settings of runs.")
-verify_app = App(name="verify", help="Prove on this machine that every layout trains alike.")
-bench_app = App(name="bench", help="Measure on this machine which low precision pays.")
-checkpoint_app = App(name="checkpoint", help="List, verify and remove checkpoints.")
-data_app = App(name="data", help="Prepare training data.")
-app.command(bench_app)
-app.command(checkpoint_app)
-app.command(config_app)
-app.command(data_app)
-app.command(verify_app)
+app = Verbs((), _ABOUT)
+config_app = app.group("config", "Show and compare the settings of runs.")
+verify_app = app.group("verify", "Prove on this machine that every layout trains alike.")
+bench_app = app.group("bench", "Measure on this machine which low precision pays.")
+checkpoint_app = app.group("checkpoint", "List, verify and remove checkpoints.")
+data_app = app.group("data", "Prepare training data.")
+
+
+def train_verb() -> Verb:
+    """The verb ``crius train``, whose flags other verbs take too."""
+    from crius.cli import train  # noqa: F401  adds it
+
+    found, _ = app.find(["train"])
+    assert isinstance(found, Verb)
+    return found
+
+
+def help_text(verb: Verb | Verbs, words: Sequence[str]) -> str:
+    """The help of a verb or a group, after which ``words`` follow on the command line."""
+    from crius.cli.help import help_of
+
+    return help_of(verb, words)
+
+
+def parsed(words: Sequence[str]) -> Call:
+    """The call of a verb that ``words`` stand for; ``SOURCES`` has the origins of its settings.
+
+    Raises:
+        ConfigError: lists all that is wrong.
+    """
+    verb, rest = app.find(words)
+    if isinstance(verb, Verbs):
+        raise ConfigError("no verb is given.", where="command line", fix="crius --help lists the verbs")
+    return verb.call(rest, SOURCES)
 
 
 def silence_stdout() -> None:

@@ -4,9 +4,7 @@ import dataclasses
 import shlex
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from crius.cli.app import COMMAND, ConfigFiles, Json, Recipe, Run, bench_app, facts_of, need_torch, refuse_given
+from crius.cli.app import COMMAND, ConfigFiles, Json, Recipe, bench_app, facts_of, need_torch, refuse_given
 from crius.config import rules
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
@@ -23,29 +21,27 @@ MOVED = {
 }
 """Verbs that measure Crius itself, and their modules in ``benchmarks``, a folder of a checkout."""
 
-Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
-
-@bench_app.command
+@bench_app.verb
 def quantize(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
-    gpu: Annotated[str, Parameter(help="GPU to use: here is the first of this machine.")] = "here",
-    tokens: Annotated[int, Parameter(help="Tokens that a layer multiplies: those of a rank's microbatch.")] = 8192,
-    repeat: Annotated[int, Parameter(help="Rounds; each round times everything that is compared.")] = 7,
+    gpu: Annotated[str, "GPU to use: here is the first of this machine."] = "here",
+    tokens: Annotated[int, "Tokens that a layer multiplies: those of a rank's microbatch."] = 8192,
+    repeat: Annotated[int, "Rounds; each round times everything that is compared."] = 7,
     formats: Annotated[
         str,
-        Parameter(
-            help="Out of float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp and mxfp8, joined by commas. "
+        (
+            "Out of float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp and mxfp8, joined by commas. "
             "Empty: all that the device has matmuls for."
         ),
     ] = "",
-    modes: Annotated[str, Parameter(help="eager, compiled, or both joined by a comma. Empty: both.")] = "",
+    modes: Annotated[str, "eager, compiled, or both joined by a comma. Empty: both."] = "",
     emulated: Annotated[
         bool,
-        Parameter(negative=(), help="Time the emulation if there are no such matmuls; it is not the format's speed."),
+        "Time the emulation if there are no such matmuls; it is not the format's speed.",
     ] = False,
     as_json: Json = False,
 ) -> int:
@@ -77,8 +73,8 @@ def quantize(
 def _answer(verb: str) -> None:
     """Add the old ``verb``, which says what replaces it."""
 
-    @bench_app.command(name=verb, show=False, help_flags=())
-    def moved(*words: Words) -> int:
+    @bench_app.verb(name=verb, is_listed=False, takes_all=True)
+    def moved(*words: str) -> int:
         raise ConfigError(
             f"crius bench {verb} has moved.",
             where="command line",

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-
 from crius.checkpoint.folder import FEWEST, CheckpointFolder, Damage, damages, expendable, lacks, read_manifest
 from crius.checkpoint.kept import kept_damages
 from crius.checkpoint.manifest import ALGORITHM, Manifest
@@ -22,9 +20,7 @@ from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError, ConfigError
 from crius.launch.lock import run_lock
 
-Place = Annotated[
-    str, Parameter(help="A run folder, a folder of checkpoints, one checkpoint, or the URL of one of them.")
-]
+Place = Annotated[str, "A run folder, a folder of checkpoints, one checkpoint, or the URL of one of them."]
 _EXPECTED = re.compile(r"xxh3-128:[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 _SHOWN = 20
 """Most damages of a checkpoint that are printed; --json has all."""
@@ -45,7 +41,7 @@ class _Row:
     manifest: str = ""
 
 
-@checkpoint_app.command
+@checkpoint_app.verb
 def ls(path: Place, *, as_json: Json = False) -> int:
     """List checkpoints: step, tokens, size, ranks, layout, age, whether all files are there, hash of the manifest."""
     target = find_checkpoints(path)
@@ -70,15 +66,13 @@ def ls(path: Place, *, as_json: Json = False) -> int:
     return 0
 
 
-@checkpoint_app.command
+@checkpoint_app.verb
 def verify(
     path: Place,
     *,
     expect_manifest: Annotated[
         str,
-        Parameter(
-            help="Hash that the manifest must have: xxh3-128:HEX as ls prints it, or sha256:HEX of manifest.json."
-        ),
+        "Hash that the manifest must have: xxh3-128:HEX as ls prints it, or sha256:HEX of manifest.json.",
     ] = "",
     as_json: Json = False,
 ) -> int:
@@ -114,13 +108,13 @@ def verify(
     return 1 if num_damaged else 0
 
 
-@checkpoint_app.command
+@checkpoint_app.verb
 def prune(
     path: Place,
     *,
-    keep_last: Annotated[int, Parameter(help="Newest checkpoints to keep, at least 2.")] = CheckpointConfig.keep_last,
-    keep_every: Annotated[int, Parameter(help="Keep steps that are multiples of this. 0: none.")] = 0,
-    dry_run: Annotated[bool, Parameter(negative=(), help="Remove nothing; print what would be removed.")] = False,
+    keep_last: Annotated[int, "Newest checkpoints to keep, at least 2."] = CheckpointConfig.keep_last,
+    keep_every: Annotated[int, "Keep steps that are multiples of this. 0: none."] = 0,
+    dry_run: Annotated[bool, "Remove nothing; print what would be removed."] = False,
     as_json: Json = False,
 ) -> int:
     """Remove old checkpoints. Only loadable checkpoints count, two of them always stay, and damaged ones stay too."""
@@ -157,25 +151,21 @@ def prune(
     return 0
 
 
-@checkpoint_app.command
+@checkpoint_app.verb
 def convert(
-    source: Annotated[
-        str, Parameter(help="Folder of a torch DCP checkpoint, or safetensors: a file, or a folder of them.")
-    ],
-    target: Annotated[str, Parameter(help="Folder or URL of checkpoints to write to, for --checkpoint.load_path.")],
+    source: Annotated[str, "Folder of a torch DCP checkpoint, or safetensors: a file, or a folder of them."],
+    target: Annotated[str, "Folder or URL of checkpoints to write to, for --checkpoint.load_path."],
     *,
     rename: Annotated[
         tuple[str, ...],
-        Parameter(help="OLD=NEW: name of a parameter in the source and in Crius, * for one part. Repeat it."),
+        "OLD=NEW: name of a parameter in the source and in Crius, * for one part. Repeat it.",
     ] = (),
-    skip: Annotated[
-        tuple[str, ...], Parameter(help="Keys to leave out, as a pattern such as ema. Repeat for more.")
-    ] = (),
-    step: Annotated[int, Parameter(help="Step of the checkpoint. -1: the step in the source.")] = -1,
+    skip: Annotated[tuple[str, ...], "Keys to leave out, as a pattern such as ema. Repeat for more."] = (),
+    step: Annotated[int, "Step of the checkpoint. -1: the step in the source."] = -1,
     rotary_pairs: Annotated[
         int,
-        Parameter(
-            help="Dims of a head, if the rotary embedding of the source turns pairs of dims (torchtitan, Meta): "
+        (
+            "Dims of a head, if the rotary embedding of the source turns pairs of dims (torchtitan, Meta): "
             "rows of attention.wq and wk are brought into the order of Crius and Hugging Face. 0: they are in it."
         ),
     ] = 0,

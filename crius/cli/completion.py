@@ -1,33 +1,87 @@
-"""``crius completion``: a shell completes verbs, flags, choices and files."""
+"""``crius completion``: a shell completes verbs, flags, values and files. It asks ``candidates`` at each TAB."""
 
-import re
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from crius.cli import add_verbs
-from crius.cli.app import app
+from crius.cli.app import app, emit
+from crius.cli.help import plain
+from crius.cli.verbs import Verbs
+from crius.config.command_line import is_flag, named
+from crius.errors import ConfigError
 
-_ZSH = """
-compdef _cyclopts_crius crius
-[[ $funcstack[1] != _crius ]] || _cyclopts_crius "$@"
-"""
-"""cyclopts' script only defines a function. With these lines it works when sourced, and as file _crius in $fpath."""
+_SCRIPTS = {
+    "bash": """_crius() {
+    local IFS=$'\\n'
+    COMPREPLY=($(crius _complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null | cut -f 1))
+}
+complete -o default -F _crius crius
+""",
+    "zsh": """#compdef crius
+_crius() {
+    local -a found
+    found=(${(f)"$(crius _complete "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    (( ${#found} )) || { _files; return }
+    local -a texts=(${found%%$'\\t'*})
+    local -a lines=(${found/$'\\t'/  })
+    compadd -l -d lines -- $texts
+}
+compdef _crius crius
+[[ $funcstack[1] != _crius ]] || _crius "$@"
+""",
+    "fish": """complete -c crius -a '(crius _complete (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+"""Each prints the candidates one per line: the word, a tab, and what it is."""
 
-_ZSH_TEXT = re.compile(r"^( +'(?:\*--[\w.]+\[.*\]:[\w.]+|\d+:(?:[^:\\]|\\.)*))' \\$", re.MULTILINE)
-"""Line of the script for zsh about a value or an argument that is any text, without the end of the line."""
 
-
-@app.command
+@app.verb
 def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
-    """Print the script with which a shell completes verbs, flags, choices, and files where any text may stand.
+    """Print the script with which a shell completes verbs, flags, values, and files where any text may stand.
 
     docs/config.md says where to put it.
     """
-    add_verbs()
-    script = app.generate_completion(shell=shell)
-    if shell == "bash":
-        script = script.replace("complete -F ", "complete -o default -F ")
-    if shell == "zsh":
-        script = _ZSH_TEXT.sub(r"\1:_files' \\", script) + _ZSH
-    sys.stdout.write(script)
+    sys.stdout.write(_SCRIPTS[shell])
     return 0
+
+
+@app.verb(name="_complete", is_listed=False, takes_all=True)
+def complete(*words: str) -> int:
+    """Print what a shell may complete the last of ``words`` to."""
+    add_verbs(words[0] if len(words) > 1 else "")
+    for line in candidates(words):
+        emit(line)
+    return 0
+
+
+def candidates(words: Sequence[str]) -> Iterator[str]:
+    """Lines for the words that may stand in place of the last one of ``words``; none where any text may stand."""
+    *before, current = words or [""]
+    try:
+        verb, rest = app.find(before)
+    except ConfigError:
+        return
+    if isinstance(verb, Verbs):
+        yield from (_line(one.words[-1], one.about) for one in verb if one.words[-1].startswith(current))
+        return
+    arguments = verb.arguments()
+    if verb.train:
+        arguments |= verb.train().arguments()
+    last, _ = named(rest[-1], arguments) if rest and is_flag(rest[-1]) else (None, False)
+    if current.startswith("-") and not (last and not last.setting.is_switch):
+        flags = {f"--{name}": one.setting for name, one in arguments.items() if one.setting.has_flag}
+        yield from (_line(flag, setting.help) for flag, setting in flags.items() if flag.startswith(current))
+        return
+    asked = [one for one in arguments.values() if one.setting.takes_word]
+    if last and not last.setting.is_switch:
+        asked = [last]
+    for argument in asked:
+        known = argument.setting.option.known
+        values = [*argument.setting.choices, *(known() if known else ())]
+        yield from (value for value in values if value and value.startswith(current))
+
+
+def _line(word: str, about: str) -> str:
+    sentence = " ".join(plain(about).split()).partition(". ")[0].removesuffix(".")
+    return f"{word}\t{sentence}" if sentence else word

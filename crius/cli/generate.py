@@ -2,27 +2,24 @@
 
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from crius.cli.app import STARTED, Json, app, need_torch
+from crius.config.arguments import Option
 from crius.tools.generate.settings import Settings, read_prompts
 
 
-@app.command
+@app.verb
 def generate(
-    source: Annotated[str, Parameter(help="Run folder, checkpoint, Hugging Face folder, or its name on the hub.")],
+    source: Annotated[str, "Run folder, checkpoint, Hugging Face folder, or its name on the hub."],
     *,
-    prompt: Annotated[
-        tuple[str, ...], Parameter(help="Text to continue; repeat it for several.", allow_leading_hyphen=True)
-    ] = (),
+    prompt: Annotated[tuple[str, ...], Option(help="Text to continue; repeat it for several.", takes_hyphen=True)] = (),
     prompt_file: Annotated[
         str,
-        Parameter(
+        Option(
             help="File with one prompt, .jsonl file with one prompt per line, or - for standard input.",
-            allow_leading_hyphen=True,
+            takes_hyphen=True,
         ),
     ] = "",
-    settings: Annotated[Settings, Parameter(name="*")] = Settings(),  # noqa: B008
+    settings: Settings = Settings(),  # noqa: B008
     as_json: Json = False,
 ) -> int:
     """Continue prompts with a trained model, and print the text as it comes.

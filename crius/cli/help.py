@@ -2,14 +2,15 @@
 
 import dataclasses
 import re
+import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Any, get_type_hints
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
-from cyclopts import App
-from cyclopts.help import HelpEntry, HelpPanel, InlineText
-from rich.console import Console, ConsoleOptions
-
+from crius.cli.verbs import HELP_FLAGS, Verb, Verbs
+from crius.config.arguments import Setting, alternatives
 from crius.config.names import did_you_mean
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
@@ -36,153 +37,167 @@ SECTIONS = {field.name: get_type_hints(RunConfig)[field.name] for field in datac
 
 ALL = "all"
 _WIDTH = 110
-_SAYS_NOTHING = (None, "", "()", '""', "False", "-1")
-_HELP_FLAGS = ("--help", "-h")
+_SAYS_NOTHING = ("None", "", "()", "False", "-1")
+_METAVARS = {str: "STR", int: "INT", float: "FLOAT", Path: "PATH"}
 
 
-class HelpPage:
-    """Prints cyclopts' help as plain text (format ``plaintext``): rich's markup takes longer than all other work.
+def help_of(verb: Verb | Verbs, words: Sequence[str]) -> str:
+    """The help of a verb or of a group.
 
-    A verb that takes the settings of a run shows its own flags and ``COMMON``, each on one line, unless the command
-    line names sections. On all other pages a flag has its own line, with its text indented below; choices and default
-    stand in the line of the flag if they fit.
+    A verb that takes the settings of a run shows its own flags and ``COMMON``, each on one line, unless sections follow
+    ``--help``. On all other pages a flag has its own line, with its text indented below; choices and default stand in
+    the line of the flag if they fit.
+
+    Args:
+        verb: the verb or the group.
+        words: what follows it on the command line.
+
+    Raises:
+        ConfigError: there is no such section.
     """
-
-    def __init__(self) -> None:
-        self._sections: list[str] = []
-
-    def choose(self, arguments: Sequence[str], app: App) -> list[str]:
-        """Note the sections that follow ``--help``; returns ``arguments`` without them.
-
-        Raises:
-            ConfigError: there is no such section.
-        """
-        self._sections = []
-        words = [word.partition("=") for word in arguments]
-        start = next((at for at, (word, _, _) in enumerate(words) if word in _HELP_FLAGS), None)
-        verb, apps, _ = app.parse_commands(arguments[:start])
-        if start is None or not apps[-1].default_command:  # else a verb may follow
-            return list(arguments)
-        flag, _, value = words[start]
-        end = next((at for at in range(start + 1, len(words)) if arguments[at].startswith("-")), len(words))
-        sections = [*filter(None, [value]), *arguments[start + 1 : end]]
-        takes_run = any("--recipe" in argument.names for argument in apps[-1].assemble_argument_collection())
-        known = [*SECTIONS, ALL] if takes_run else [ALL]
-        for name in sections:
-            if name.split(".")[0] not in known:
-                raise ConfigError(
-                    f"no section is called {name}{did_you_mean(name, known) or '.'}",
-                    where="--help",
-                    fix=f"crius {' '.join(verb)} --help with one or more of {', '.join(known)}",
-                )
-        self._sections = sections
-        return [*arguments[:start], flag, *arguments[end:]]
-
-    def render_usage(self, console: Console, options: ConsoleOptions, usage: object) -> None:
-        """Print how a command is called."""
-        if (text := plain(usage)) and not self._shows_sections():
-            console.out(f"{text}\n", highlight=False)
-
-    def render_description(self, console: Console, options: ConsoleOptions, description: object) -> None:
-        """Print the paragraphs of a command's docstring, filled to the width."""
-        for paragraph in [] if self._shows_sections() else plain(description).split("\n\n"):
-            if text := " ".join(paragraph.split()):
-                console.out(textwrap.fill(text, _width(options), break_on_hyphens=False) + "\n", highlight=False)
-
-    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-        """Print one panel."""
-        if not panel.entries:
-            return
-        width = _width(options)
-        title = plain(panel.title)
-        by_name = {_name(entry): entry for entry in panel.entries}
-        if "recipe" not in by_name:
-            blocks = iter([_block(title, panel.entries, width)])
-        elif self._sections:
-            blocks = self._whole(title, panel.entries, width)
-        else:
-            blocks = _first_page(title, by_name, width)
-        console.out("\n".join(blocks), highlight=False)
-
-    def _shows_sections(self) -> bool:
-        return bool(self._sections) and ALL not in self._sections
-
-    def _whole(self, title: str, entries: Sequence[HelpEntry], width: int) -> Iterator[str]:
-        """Whole sections, each with a title. ``ALL`` begins with the verb's own flags."""
-        wanted = SECTIONS if ALL in self._sections else list(dict.fromkeys(self._sections))
-        if ALL in self._sections:
-            yield _block(title, [entry for entry in entries if "." not in _name(entry)], width)
-        for section in wanted:
-            chosen = [entry for entry in entries if f"{_name(entry)}.".startswith(f"{section}.")]
-            if not chosen:
-                parent = section.rpartition(".")[0]
-                raise ConfigError(f"no setting is called {section}.", where="--help", fix=f"--help {parent}")
-            about = _sentence(SECTIONS[section.split(".")[0]].__doc__ or "")
-            yield _block(f"[{section.split('.')[0]}] {about}", chosen, width)
+    width = min(_WIDTH, max(40, shutil.get_terminal_size().columns))
+    name = " ".join(["crius", *verb.words])
+    if isinstance(verb, Verbs):
+        parts = [f"{name} COMMAND\n", *_paragraphs(verb.about, width), *_members(verb, width)]
+        return "\n".join(parts)
+    settings = [argument.setting for argument in verb.arguments().values()]
+    takes_run = any(setting.name == "recipe" for setting in settings)
+    sections = _sections_in(words, name, [*SECTIONS, ALL] if takes_run else [ALL])
+    parts = [f"{_usage(verb)}\n", *_paragraphs(verb.about, width)]
+    if takes_run and sections:
+        parts = [*(parts if ALL in sections else []), *_whole(settings, sections, width)]
+    elif takes_run:
+        parts += _first_page(settings, width)
+    elif settings:
+        parts.append(_block("Parameters", settings, width))
+    return "\n".join(parts)
 
 
-HELP_PAGE = HelpPage()
+def _sections_in(words: Sequence[str], command: str, known: Sequence[str]) -> list[str]:
+    """The sections that follow ``--help``."""
+    start = next(at for at, word in enumerate(words) if word.partition("=")[0] in HELP_FLAGS)
+    sections = [value] if (value := words[start].partition("=")[2]) else []
+    for word in words[start + 1 :]:
+        if word.startswith("-"):
+            break
+        sections.append(word)
+    for name in sections:
+        if name.split(".")[0] not in known:
+            raise ConfigError(
+                f"no section is called {name}{did_you_mean(name, known) or '.'}",
+                where="--help",
+                fix=f"{command} --help with one or more of {', '.join(known)}",
+            )
+    return list(dict.fromkeys(sections))
 
 
-def _first_page(title: str, by_name: dict[str, HelpEntry], width: int) -> Iterator[str]:
+def _usage(verb: Verb) -> str:
+    words = ["crius", *verb.words]
+    if any(setting.has_flag for parameter in verb.parameters for setting in parameter.settings):
+        words.append("[OPTIONS]")
+    for argument in verb.arguments().values():
+        setting = argument.setting
+        if setting.takes_word:
+            word = f"{setting.name.upper()}{'...' if setting.is_list else ''}"
+            words.append(word if setting.is_required else f"[{word}]")
+    return " ".join(words)
+
+
+def _paragraphs(text: str, width: int) -> Iterator[str]:
+    for paragraph in plain(text).split("\n\n"):
+        if filled := " ".join(paragraph.split()):
+            yield textwrap.fill(filled, width, break_on_hyphens=False) + "\n"
+
+
+def _members(group: Verbs, width: int) -> Iterator[str]:
+    """The verbs of a group, and what each does."""
+    yield "Commands:"
+    for member in group:
+        yield f"  {member.words[-1]}"
+        yield _indented(plain(member.about).split("\n\n")[0], width)
+    if not group.words:
+        yield "  --version\n      Print the version."
+
+
+def _whole(settings: Sequence[Setting], sections: Sequence[str], width: int) -> Iterator[str]:
+    """Whole sections, each with a title. ``ALL`` begins with the verb's own flags."""
+    wanted = list(SECTIONS) if ALL in sections else sections
+    if ALL in sections:
+        yield _block("Parameters", [one for one in settings if "." not in one.name], width)
+    for section in wanted:
+        chosen = [one for one in settings if f"{one.name}.".startswith(f"{section}.")]
+        if not chosen:
+            parent = section.rpartition(".")[0]
+            raise ConfigError(f"no setting is called {section}.", where="--help", fix=f"--help {parent}")
+        about = _sentence(SECTIONS[section.split(".")[0]].__doc__ or "")
+        yield _block(f"[{section.split('.')[0]}] {about}", chosen, width)
+
+
+def _first_page(settings: Sequence[Setting], width: int) -> Iterator[str]:
     """The verb's own flags and the common ones, one line per flag, and how to see more."""
-    own = [name for name in by_name if "." not in name]
-    groups = {title: own} | {group: [name for name in names if name in by_name] for group, names in COMMON.items()}
+    by_name = {setting.name: setting for setting in settings}
+    groups: Mapping[str, Sequence[str]] = {"Parameters": [name for name in by_name if "." not in name], **COMMON}
     labels = {name: _label(by_name[name]) for names in groups.values() for name in names}
     column = min(max(map(len, labels.values())), width * 2 // 5)
     for group, names in groups.items():
         yield f"{group}:"
         for name in names:
-            entry = by_name[name]
+            setting = by_name[name]
             room = width - max(column, len(labels[name])) - 4
-            text = _cut(plain(entry.description), room)
-            note = f"  [{entry.default}]" if entry.default not in _SAYS_NOTHING else ""
+            text = _cut(plain(setting.help), room)
+            note = "" if str(setting.default) in _SAYS_NOTHING else f"  [{setting.default}]"
             yield f"  {labels[name]:<{column}}  {text}{note if len(text) + len(note) <= room else ''}"
     sections = f"Sections: {' '.join(SECTIONS)}."
     more = "--help SECTION prints the flags of a section, --help all prints all. crius config explain KEY explains one."
     yield textwrap.fill(f"{sections} {more}", width, break_on_hyphens=False)
 
 
-def _name(entry: HelpEntry) -> str:
-    """The flag without its dashes; empty for a command."""
-    return next(iter(entry.names), "").removeprefix("--")
+def _label(setting: Setting) -> str:
+    """The flag with the kind of its value, without its negative form."""
+    word = setting.name.upper() if setting.takes_word else ""
+    flag = f"--{setting.name}" if setting.has_flag else ""
+    return " ".join(part for part in (word, flag, "" if word else metavar(setting)) if part)
 
 
-def _label(entry: HelpEntry) -> str:
-    """The flag, without its negative form."""
-    return " ".join(filter(None, (entry.positional_label, f"--{_name(entry)}", entry.metavar)))
+def metavar(setting: Setting) -> str:
+    """The kind of value of a flag, in capitals; empty if it takes none."""
+    if setting.is_switch:
+        return ""
+    hint = get_args(setting.hint)[0] if setting.is_list else setting.hint
+    kinds = [kind for kind in alternatives(hint) if kind is not types.NoneType]
+    names = ["CHOICE" if get_origin(kind) is Literal else _METAVARS[kind] for kind in kinds]
+    return "|".join(names) + ("..." if setting.is_list else "")
 
 
-def _block(title: str, entries: Sequence[HelpEntry], width: int) -> str:
+def _block(title: str, settings: Sequence[Setting], width: int) -> str:
     head = textwrap.fill(f"{title}:", width, break_on_hyphens=False)
-    return "\n".join([head, *(line for entry in entries for line in _entry(entry, width)), ""])
+    return "\n".join([head, *(line for setting in settings for line in _entry(setting, width)), ""])
 
 
-def _entry(entry: HelpEntry, width: int) -> list[str]:
-    notes = [f"choices: {', '.join(entry.choices)}"] if entry.choices else []
-    if entry.default is not None and entry.default not in ("", "()"):
-        notes.append(f"default: {entry.default}")
-    head = "  " + " ".join(entry.display_labels_with_metavar)
-    text = " ".join(plain(entry.description).split())
+def _entry(setting: Setting, width: int) -> list[str]:
+    notes = [f"choices: {', '.join(filter(None, setting.choices))}"] if setting.choices else []
+    if not setting.is_required and setting.default not in (None, "", ()):
+        notes.append(f"default: {setting.default}")
+    label = _label(setting)
+    head = f"  {label} --{setting.negative}" if setting.negative else f"  {label}"
+    text = " ".join(plain(setting.help).split())
     note = f"[{'; '.join(notes)}]" if notes else ""
     if note and len(head) + len(note) + 3 <= width:
         head = f"{head}   {note}"
         note = ""
     text = f"{note} {text}".strip()
+    return [head, _indented(text, width)] if text else [head]
+
+
+def _indented(text: str, width: int) -> str:
     indent = " " * 6
-    wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    return [head, *wrapped]
+    words = " ".join(text.split())
+    return textwrap.fill(words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _width(options: ConsoleOptions) -> int:
-    return min(_WIDTH, max(40, options.max_width))
-
-
-def plain(text: Any) -> str:
-    """A renderable of cyclopts' plain text, without the marks of code in docstrings."""
-    if isinstance(text, InlineText):
-        text = " ".join(str(part) for part in (text.primary_renderable, *text.texts))
-    return str(text or "").replace("``", "").strip()
+def plain(text: str) -> str:
+    """A docstring without the marks of code in it."""
+    return text.replace("``", "").strip()
 
 
 def _sentence(text: str) -> str:

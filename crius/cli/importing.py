@@ -4,41 +4,34 @@ import json
 import shlex
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
-
 from crius.cli.app import Json, app, emit
 from crius.errors import ConfigError
 
 
-@app.command(name="import")
+@app.verb(name="import")
 def import_weights(
     source: Annotated[
         str,
-        Parameter(
-            help="Folder of Hugging Face (config.json, safetensors), PEFT adapter, name on the hub, or GGUF file."
-        ),
+        "Folder of Hugging Face (config.json, safetensors), PEFT adapter, name on the hub, or GGUF file.",
     ],
-    target: Annotated[
-        str, Parameter(help="Run folder to write: its model, its tokenizer, a checkpoint of step 0.")
-    ] = "",
+    target: Annotated[str, "Run folder to write: its model, its tokenizer, a checkpoint of step 0."] = "",
     *,
     explain: Annotated[
         bool,
-        Parameter(
-            negative=(),
-            help="Print first what each file and each key of config.json becomes, and every reason against an import, "
-            "but do not read the numbers. Without TARGET nothing is written, and SOURCE may be a config.json.",
+        (
+            "Print first what each file and each key of config.json becomes, and every reason against an import, "
+            "but do not read the numbers. Without TARGET nothing is written, and SOURCE may be a config.json."
         ),
     ] = False,
     adapter: Annotated[
         Literal["", "merge", "keep", "leave_out"],
-        Parameter(
-            help="merge: the adapter is added to its base. keep: the adapter alone, as in a LoRA run. leave_out: the "
+        (
+            "merge: the adapter is added to its base. keep: the adapter alone, as in a LoRA run. leave_out: the "
             "model beside the adapter. Empty: keep, if there is no model beside it."
         ),
     ] = "",
     allow_nonfinite: Annotated[
-        bool, Parameter(negative=(), help="Weights may be NaN or infinite, here and wherever the run folder is read.")
+        bool, "Weights may be NaN or infinite, here and wherever the run folder is read."
     ] = False,
     as_json: Json = False,
 ) -> int:

@@ -1,11 +1,11 @@
 """``crius models``."""
 
+import inspect
 import json
+import re
 import sys
 import textwrap
 from typing import Any
-
-import docstring_parser
 
 from crius.cli.app import Json, app, emit
 from crius.cli.help import plain
@@ -21,7 +21,7 @@ from crius.plugins import MODELS, installed
 _WIDTH = 100
 
 
-@app.command
+@app.verb
 def models(*, as_json: Json = False) -> int:
     """Print the families of models with their flavors, the words that describe their layers, and the recipes.
 
@@ -34,8 +34,8 @@ def models(*, as_json: Json = False) -> int:
         except ConfigError as error:
             sys.stderr.write(f"{error}\n")
     families = {name: _described(spec) for name, spec in sorted(SPECS.items())}
-    said = docstring_parser.parse(DecoderConfig.__doc__ or "").params
-    words = {part.arg_name: " ".join(plain(part.description).split()) for part in said if part.arg_name in WORDS}
+    said = _attributes(inspect.getdoc(DecoderConfig) or "")
+    words = {name: said[name] for name in said if name in WORDS}
     if as_json:
         emit(json.dumps({"families": families, "words": words, "recipes": recipe_names()}, indent=2))
         return 0
@@ -50,6 +50,12 @@ def models(*, as_json: Json = False) -> int:
         emit(_wrapped(f"  {word:<28}  ", text))
     emit(_wrapped("\nrecipes (--recipe): ", ", ".join(recipe_names())))
     return 0
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """The names below ``Attributes:`` in a docstring, and what it says about each."""
+    rows = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", docstring.partition("Attributes:")[2], re.MULTILINE)
+    return {name: " ".join(plain(text).split()) for name, text in rows}
 
 
 def _described(spec: ModelSpec) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import step_name
-from crius.cli.app import COMMAND, emit, script, started
-from crius.config.argv import normalized_argv
+from crius.cli.app import COMMAND, emit, script, started, train_verb
+from crius.config.command_line import last_of_each
 from crius.config.facts import Facts
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
@@ -51,7 +51,7 @@ def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int)
     is_refused = has_failed and _is_refused(folder)
     emit("saved: nothing that can be loaded" if is_refused else f"saved: {saved or 'nothing'}")
     if code:
-        if saved and not is_refused:
+        if saved and not is_refused and not (folder / "tune.json").exists():  # crius tune prints its own command
             emit(f"continue from there: {continued(run, folder, placement)}")
     elif run.model.flavor == "debug" and placement is None:
         rows = list(_next_commands(facts, folder))
@@ -106,7 +106,8 @@ def command(*more: str) -> str:
 
 def _flags(*more: str) -> list[str]:
     # a run that was allowed to begin again is not allowed it once more
-    return [flag for flag in normalized_argv([*COMMAND, *more])[1:] if not flag.startswith("--checkpoint.restart")]
+    words = last_of_each([*COMMAND[1:], *more], train_verb().arguments())
+    return [word for word in words if not word.startswith("--checkpoint.restart")]
 
 
 def _is_named(run: RunConfig) -> bool:

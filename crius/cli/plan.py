@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import CycloptsError, Parameter
-
 from crius.cli.app import (
     SOURCES,
     STARTED,
@@ -18,7 +16,6 @@ from crius.cli.app import (
     Json,
     Layout,
     Recipe,
-    Run,
     app,
     check_save_ops,
     emit,
@@ -29,8 +26,9 @@ from crius.cli.app import (
 )
 from crius.cli.settings import config_of, run_of
 from crius.config import rules
+from crius.config.arguments import Option
 from crius.config.load import DEFAULT_RECIPE, recipe_settings
-from crius.config.names import PLAN_SHORT, WrongSettings, explain
+from crius.config.names import PLAN_SHORT
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError, CriusError
@@ -76,38 +74,32 @@ UNPLANNED = tuple(
 SPLIT = "a plan splits the layers by their cost"
 
 
-@app.command
+@app.verb
 def plan(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
-    gpus: Annotated[int | None, Parameter(help="Number of GPUs. Not given: those of --nodes, or 8.")] = None,
+    gpus: Annotated[int | None, "Number of GPUs. Not given: those of --nodes, or 8."] = None,
     gpu: Annotated[
         str,
-        Parameter(
+        Option(
             help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100-80g; for --compare the run's.",
-            completer=lambda context: [*importlib.import_module("crius.tools.plan.hardware").KNOWN],
+            known=lambda: importlib.import_module("crius.tools.plan.hardware").KNOWN,
         ),
     ] = "",
-    nodes: Annotated[int | None, Parameter(help="Number of whole nodes, instead of --gpus.")] = None,
+    nodes: Annotated[int | None, "Number of whole nodes, instead of --gpus."] = None,
     precision: Annotated[
         Literal["", "float32", "bfloat16", "float8"],
-        Parameter(help="Precision of the matmuls. Empty: as in the other flags, bfloat16 on a GPU."),
+        "Precision of the matmuls. Empty: as in the other flags, bfloat16 on a GPU.",
     ] = "",
     recipe: Recipe = "",
     config: ConfigFiles = (),
     layout: Layout = "",
-    explain: Annotated[bool, Parameter(negative=(), help="Explain each choice, with all numbers.")] = False,
-    check: Annotated[
-        bool, Parameter(negative=(), help="Compare the plan with the dry run of the real code. Needs torch.")
-    ] = False,
-    validate: Annotated[
-        Path | None, Parameter(help="CSV file of measurements: compare the planner with its rows instead.")
-    ] = None,
-    calibrate: Annotated[
-        bool, Parameter(negative=(), help="Measure this machine instead, and write a hardware file.")
-    ] = False,
-    compare: Annotated[Path | None, Parameter(help="Run folder: compare the run with its plan instead.")] = None,
-    out: Annotated[Path | None, Parameter(help="The hardware file that --calibrate writes.")] = None,
+    explain: Annotated[bool, "Explain each choice, with all numbers."] = False,
+    check: Annotated[bool, "Compare the plan with the dry run of the real code. Needs torch."] = False,
+    validate: Annotated[Path | None, "CSV file of measurements: compare the planner with its rows instead."] = None,
+    calibrate: Annotated[bool, "Measure this machine instead, and write a hardware file."] = False,
+    compare: Annotated[Path | None, "Run folder: compare the run with its plan instead."] = None,
+    out: Annotated[Path | None, "The hardware file that --calibrate writes."] = None,
     as_json: Json = False,
 ) -> int:
     """Find the layout that trains a model fastest on some GPUs, without using any: memory, speed and the flags to give.
@@ -332,8 +324,8 @@ def _run_of_row(settings: Mapping[str, str]) -> tuple[RunConfig, "ModelDescripti
 
     try:
         run = run_of("--config", os.devnull, *(f"--{name}={value}" for name, value in settings.items()))
-    except (CycloptsError, WrongSettings) as error:
-        raise ConfigError(explain(error).what) from None
+    except ConfigError as error:
+        raise ConfigError(error.what) from None
     resolved = resolve(run, Machine(device="cpu" if run.training.device == "cpu" else "cuda"), rows_are_given=True)
     if resolved.model is None:
         raise ConfigError(f"there is no model {run.model.name}/{run.model.flavor} of these sizes.")

@@ -4,8 +4,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from crius.cli.app import SOURCES, app, emit
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
@@ -15,14 +13,10 @@ from crius.tools.report.page import REPORT, is_report, write_report
 from crius.tools.report.runs import expanded
 
 
-@app.command
+@app.verb
 def report(
-    *runs: Annotated[
-        Path, Parameter(help="Run folders, or folders of runs. The curves of several runs are drawn over each other.")
-    ],
-    out: Annotated[
-        Path | None, Parameter(help="The file. Default: report.html in the run folder, or here for several runs.")
-    ] = None,
+    *runs: Annotated[Path, "Run folders, or folders of runs. The curves of several runs are drawn over each other."],
+    out: Annotated[Path | None, "The file. Default: report.html in the run folder, or here for several runs."] = None,
 ) -> int:
     """Write a report of runs as one HTML file that needs no network: curves, time, incidents, settings.
 

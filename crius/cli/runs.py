@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from crius.cli.app import Json, app, emit
 from crius.redact import printable
 from crius.tools.report.compare import compare as compare_runs
@@ -17,9 +15,9 @@ from crius.tools.report.runs import expanded, find_runs, run_lines
 RUNS = Path("runs")
 
 
-@app.command
+@app.verb
 def runs(
-    folder: Annotated[Path, Parameter(help="Folder with run folders, or with folders of run folders.")] = RUNS,
+    folder: Annotated[Path, "Folder with run folders, or with folders of run folders."] = RUNS,
     /,
     *,
     as_json: Json = False,
@@ -38,15 +36,13 @@ def runs(
     return 0
 
 
-@app.command
+@app.verb
 def compare(
     *folders: Annotated[
         Path,
-        Parameter(help="Run folders, or folders of runs, such as that of a sweep. Each is compared with the first."),
+        "Run folders, or folders of runs, such as that of a sweep. Each is compared with the first.",
     ],
-    tolerance: Annotated[
-        float, Parameter(help="Relative difference of two losses up to which they count as equal.")
-    ] = TOLERANCE,
+    tolerance: Annotated[float, "Relative difference of two losses up to which they count as equal."] = TOLERANCE,
     as_json: Json = False,
 ) -> int:
     """Compare runs: settings that differ, the first step with different losses, results.

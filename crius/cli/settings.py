@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import json
 import os
@@ -13,8 +12,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import CycloptsError, Parameter
-
 from crius.cli import explaining  # noqa: F401  adds its verb
 from crius.cli.app import (
     COMMAND,
@@ -24,7 +21,6 @@ from crius.cli.app import (
     Layout,
     NumProcesses,
     Recipe,
-    Run,
     app,
     config_app,
     data_app,
@@ -32,17 +28,19 @@ from crius.cli.app import (
     facts_of,
     fitted,
     imports,
+    parsed,
     place_of,
     refuse_given,
     say_inferred,
+    train_verb,
 )
 from crius.config import rules
-from crius.config.argv import normalized_argv
+from crius.config.arguments import Option
 from crius.config.changes import flag
+from crius.config.command_line import last_of_each
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.facts import Facts
 from crius.config.load import OF_MODEL, recipe_names
-from crius.config.names import WrongSettings, explain
 from crius.config.rules_data import CORPUS_RULES, DATA_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import differences, flatten
@@ -55,13 +53,16 @@ if TYPE_CHECKING:
     from crius.launch.doctor import Report
 
 
+Data = Annotated[DataConfig, Option(name="data.")]
+Tokenizer = Annotated[TokenizerConfig, Option(name="tokenizer.")]
+
 SHOWN_DECIDED = ("compile.enable", "activation_checkpoint.mode", "debug.deterministic")
 """Settings whose decided value ``config show`` prints if they are not given."""
 
 
-@config_app.command
+@config_app.verb
 def show(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
@@ -88,7 +89,7 @@ def show(
     return 0
 
 
-@config_app.command
+@config_app.verb
 def diff(
     left: str,
     right: str,
@@ -129,34 +130,19 @@ def run_of(*flags: str) -> RunConfig:
     """The settings of a run with these flags.
 
     Raises:
-        CycloptsError: the flags cannot be read.
+        ConfigError: lists all that is wrong with the flags.
     """
-    argv = normalized_argv(["config", "show", *flags])
-    _, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
-    run: RunConfig = bound.arguments.get("run", RunConfig())
+    run: RunConfig = parsed(["config", "show", *flags]).values.get("run", RunConfig())
     return run
 
 
-def checked_run_of(*flags: str) -> RunConfig:
-    """``run_of``, with all that is wrong with the flags as one error.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    parse = functools.partial(app.parse_args, exit_on_error=False, print_error=False)
-    try:
-        return run_of(*flags)
-    except (CycloptsError, WrongSettings) as error:
-        raise explain(error, normalized_argv(["config", "show", *flags]), parse) from None
-
-
-@data_app.command
+@data_app.verb
 def prepare(
     out: Path,
-    data: Annotated[DataConfig, Parameter(name="--data")] = DataConfig(),  # noqa: B008
-    tokenizer: Annotated[TokenizerConfig, Parameter(name="--tokenizer")] = TokenizerConfig(),  # noqa: B008
+    data: Data = DataConfig(),  # noqa: B008
+    tokenizer: Tokenizer = TokenizerConfig(),  # noqa: B008
     *,
-    num_workers: Annotated[int, Parameter(help="Processes that tokenise. 0: one for each core.")] = 0,
+    num_workers: Annotated[int, "Processes that tokenise. 0: one for each core."] = 0,
 ) -> int:
     """Tokenise a corpus once into the folder OUT, for --data.source tokens --data.path OUT."""
     from crius.data import prepare as preparation
@@ -228,7 +214,7 @@ def _train_flags(out: Path, data: DataConfig, tokenizer: TokenizerConfig) -> lis
     return flags
 
 
-@data_app.command
+@data_app.verb
 def audit(run_dir: Path, *, as_json: Json = False) -> int:
     """Prove that a run, over all its restarts and numbers of ranks, trained on each sample exactly once.
 
@@ -241,14 +227,14 @@ def audit(run_dir: Path, *, as_json: Json = False) -> int:
     return 1 if report.problems else 0
 
 
-@data_app.command(name="doctor")
+@data_app.verb(name="doctor")
 def examine_data(
-    path: Annotated[str, Parameter(help="File, folder or pattern.")],
+    path: Annotated[str, "File, folder or pattern."],
     /,
-    data: Annotated[DataConfig, Parameter(name="--data")] = DataConfig(),  # noqa: B008
-    tokenizer: Annotated[TokenizerConfig, Parameter(name="--tokenizer")] = TokenizerConfig(),  # noqa: B008
+    data: Data = DataConfig(),  # noqa: B008
+    tokenizer: Tokenizer = TokenizerConfig(),  # noqa: B008
     *,
-    near: Annotated[bool, Parameter(negative=(), help="Find near duplicates too (package rensa).")] = False,
+    near: Annotated[bool, "Find near duplicates too (package rensa)."] = False,
     as_json: Json = False,
 ) -> int:
     """Read files once and report what a run refuses or leaves out, and what is odd about the rest.
@@ -259,27 +245,22 @@ def examine_data(
     from crius.tools.data_audit.doctor import examine
     from crius.tools.data_audit.rows import found_data
 
-    given = [name for name in vars(data) if _is_given(f"--data.{name}")]
+    given = [name for name in vars(data) if SOURCES.origin(f"data.{name}") == "command line"]
     data, files = found_data(dataclasses.replace(data, path=(path, *data.path)), given)
-    config = tokenizer if _is_given("--tokenizer.path") else None
+    config = tokenizer if SOURCES.origin("tokenizer.path") == "command line" else None
     _check_corpus(data, config or TokenizerConfig(path="none"))
     report = examine(data, files, config, is_near=near)
     emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
     return 0 if report.is_ready else 1
 
 
-def _is_given(name: str) -> bool:
-    """Whether the command has a flag; ``SOURCES`` has the origins of runs only."""
-    return any(word.partition("=")[0] == name for word in COMMAND)
-
-
-@data_app.command(name="tokenizer")
+@data_app.verb(name="tokenizer")
 def train_tokenizer(
-    out: Annotated[Path, Parameter(help="Folder to write, for --tokenizer.path.")],
+    out: Annotated[Path, "Folder to write, for --tokenizer.path."],
     /,
-    data: Annotated[DataConfig, Parameter(name="--data")] = DataConfig(),  # noqa: B008
+    data: Data = DataConfig(),  # noqa: B008
     *,
-    vocab: Annotated[int, Parameter(help="Most ids, with the 256 bytes and the end of a document.")] = 4096,
+    vocab: Annotated[int, "Most ids, with the 256 bytes and the end of a document."] = 4096,
 ) -> int:
     """Train a byte-level BPE on a corpus and write it to the new folder OUT."""
     from crius.tools.data_audit.bpe import train
@@ -290,17 +271,17 @@ def train_tokenizer(
     return 0
 
 
-@data_app.command(name="show")
+@data_app.verb(name="show")
 def show_data(
     place: str = "",
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
     layout: Layout = "",
     nproc: NumProcesses = 0,
-    sample: Annotated[tuple[int, ...], Parameter(help="Number of a sequence; repeat it for more.")] = (),
-    step: Annotated[int, Parameter(help="Show the sequences of this step; steps count from 1.")] = 0,
+    sample: Annotated[tuple[int, ...], "Number of a sequence; repeat it for more."] = (),
+    step: Annotated[int, "Show the sequences of this step; steps count from 1."] = 0,
     as_json: Json = False,
 ) -> int:
     """Print sequences as text and mark what is trained on: coloured on a terminal, else in brackets.
@@ -334,9 +315,9 @@ def show_data(
     return 0
 
 
-@app.command
+@app.verb
 def doctor(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
@@ -363,7 +344,8 @@ def doctor(
 
 def _train_command() -> str:
     """The command that starts the run in question."""
-    return shlex.join(["crius", "train", *(word for word in COMMAND[1:] if word != "--json")])
+    words = last_of_each(COMMAND[1:], train_verb().arguments())
+    return shlex.join(["crius", "train", *(word for word in words if word != "--json")])
 
 
 def _examine_run(report: "Report", facts: Facts) -> None:

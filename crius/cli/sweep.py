@@ -7,24 +7,18 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-from cyclopts import CycloptsError, Parameter
-
-from crius.cli import train as train_verb
-from crius.cli.app import Json, app, emit, facts_of
+from crius.cli.app import Json, app, emit, facts_of, parsed, train_verb
 from crius.config import rules
-from crius.config.argv import normalized_argv
-from crius.config.names import WrongSettings, explain
+from crius.config.command_line import last_of_each
 from crius.config.run import RunConfig
 from crius.errors import ConfigError, CriusError
 from crius.launch.stop import PREEMPTED, caught_signals
 from crius.tools.report.sweep import Trial, best_first, note_trials, plan_trials, row_of, train_all, trial_lines
 
 
-@app.command
+@app.verb(train=train_verb)
 def sweep(
-    *flags: Annotated[
-        str, Parameter(help="Flags of crius train. A comma separates the values of a flag.", allow_leading_hyphen=True)
-    ],
+    *flags: Annotated[str, "Flags of crius train. A comma separates the values of a flag."],
     as_json: Json = False,
 ) -> int:
     """Train each combination of values in turn, as --optimizer.lr 1e-3,3e-3 --layout fsdp2,tp2, and compare them.
@@ -32,7 +26,7 @@ def sweep(
     Takes the flags of train. --job.run_dir is the folder of the sweep; each run has a folder in it. The same command
     again skips the finished runs and continues the others. Exit code 1 if a run failed.
     """
-    folder, trials = plan_trials(flags)
+    folder, trials = plan_trials(last_of_each(flags, train_verb().arguments()))
     _check(trials)
     note_trials(folder, trials)
     with caught_signals() as stops:
@@ -73,13 +67,8 @@ def _check(trials: Sequence[Trial]) -> None:
 
 
 def _check_one(words: Sequence[str]) -> None:
-    arguments = normalized_argv(["train", *words])
-    try:
-        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
-    except (CycloptsError, WrongSettings) as error:
-        raise explain(error, arguments) from None
-    given = bound.arguments
-    if command is not train_verb.train or given.get("dry_run") or given.get("as_json"):
+    given = parsed(["train", *words]).values
+    if given.get("dry_run") or given.get("as_json"):
         raise ConfigError("a sweep trains.", where="command line", fix="leave out --dry_run, --help and the like")
     with contextlib.redirect_stderr(io.StringIO()):  # the run itself prints its decisions
         facts = facts_of(given.get("run", RunConfig()), given.get("nproc", 0), None)

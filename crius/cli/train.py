@@ -22,7 +22,6 @@ from crius.cli.app import (
     Layout,
     NumProcesses,
     Recipe,
-    Run,
     Strict,
     app,
     check_save_ops,
@@ -48,9 +47,9 @@ if TYPE_CHECKING:
     from crius.train.tools import Story, Tools
 
 
-@app.command
+@app.verb
 def train(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),

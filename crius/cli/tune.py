@@ -9,14 +9,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import CycloptsError, Parameter
-
-from crius.cli import train as train_verb
-from crius.cli.app import SOURCES, app, emit, facts_of, fitted, imports, need_torch, place_of, run_dir, started
+from crius.cli.app import (
+    SOURCES,
+    app,
+    emit,
+    facts_of,
+    fitted,
+    imports,
+    need_torch,
+    parsed,
+    place_of,
+    run_dir,
+    started,
+    train_verb,
+)
 from crius.config import rules
-from crius.config.argv import normalized_argv
+from crius.config.command_line import last_of_each
 from crius.config.facts import Facts
-from crius.config.names import WrongSettings, explain
 from crius.config.resolve import USABLE
 from crius.config.rules import plain_name
 from crius.config.run import RunConfig
@@ -27,16 +36,12 @@ from crius.tools.report.sweep import train
 from crius.tools.tune.choices import Choices
 
 
-@app.command
+@app.verb(train=train_verb)
 def tune(
-    model: Annotated[str, Parameter(help="Run folder, Hugging Face folder, name on the hub, or GGUF file.")],
-    data: Annotated[str, Parameter(help="Conversations: a file, or a folder of files.")],
-    *settings: Annotated[
-        str, Parameter(show=False, allow_leading_hyphen=True, help="Settings of crius train, which win.")
-    ],
-    dry: Annotated[
-        bool, Parameter(negative=(), help="Stop after the choices, the mask, the estimate and the command.")
-    ] = False,
+    model: Annotated[str, "Run folder, Hugging Face folder, name on the hub, or GGUF file."],
+    data: Annotated[str, "Conversations: a file, or a folder of files."],
+    *settings: Annotated[str, "Settings of crius train, which win."],
+    dry: Annotated[bool, "Stop after the choices, the mask, the estimate and the command."] = False,
 ) -> int:
     """Tune a model on your conversations: choose the settings, show the mask, ask held-out questions before and after,
     and leave adapters and a merged model in the run folder.
@@ -84,7 +89,7 @@ def tune(
 def _given(settings: Sequence[str]) -> dict[str, str]:
     """Settings of the command line: dotted name to value; ``true`` for a flag without one."""
     given = {}
-    words = normalized_argv(["train", *settings])[1:]
+    words = last_of_each(settings, train_verb().arguments())
     for word, following in itertools.pairwise([*words, "--"]):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
@@ -117,7 +122,6 @@ def _begun(
     from crius.data.show import coloured, preview, takes_colour
     from crius.tools.tune.chatml import choose_template
     from crius.tools.tune.choose import choose, corpus_of
-    from crius.tools.tune.held_out import conversations_of, give_back_memory, seconds_per_token, tell
 
     named = ["--recipe", "tune", "--checkpoint.init_from", model, "--data.path", data, *settings]
     if "job.run_dir" not in given:
@@ -125,6 +129,8 @@ def _begun(
     chosen = Choices(given)
     new_ids = choose_template(model, folder / "tokenizer", chosen)
     facts, words = choose(named, chosen, _facts, _memory, new_ids)
+    from crius.tools.tune.held_out import conversations_of, give_back_memory, seconds_per_token, tell  # loads torch
+
     train_set, held_set, tokenizer = corpus_of(facts)
     emit(f"{model}: {facts.config.model.name}, {facts.model.num_parameters / 1e6:,.1f} M weights")
     emit("\n".join([f"{data}: {train_set.last:,} conversations to train on", *chosen.lines()]))
@@ -163,9 +169,9 @@ def _facts(words: Sequence[str]) -> Facts:
     Raises:
         CriusError: there is no such run.
     """
-    bound = _parsed(words)
+    values = _parsed(words)
     with contextlib.redirect_stderr(io.StringIO()):  # the run itself prints its decisions
-        facts = facts_of(bound.get("run", RunConfig()), bound.get("nproc", 0), None)
+        facts = facts_of(values.get("run", RunConfig()), values.get("nproc", 0), None)
     rules.check(facts)
     return facts
 
@@ -176,17 +182,12 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such command.
     """
-    arguments = normalized_argv(["train", *words])
-    SOURCES.origins.clear()
-    try:
-        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
-    except (CycloptsError, WrongSettings) as error:
-        raise explain(error, arguments) from None
-    if command is not train_verb.train or {*bound.arguments} & {"dry_run", "as_json", "config"}:
+    values = parsed(["train", *words]).values
+    if {"dry_run", "as_json", "config"} & values.keys():
         raise ConfigError("crius tune takes settings of crius train.", where="command line", fix="--dry, or nothing")
     if SOURCES.counted:
         raise ConfigError("auto is what crius tune chooses.", where="command line", fix="leave it out")
-    return bound.arguments
+    return values
 
 
 def _memory(words: Sequence[str]) -> tuple[float, float]:

@@ -3,14 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from crius.cli.app import (
     ConfigFiles,
     Json,
     NumProcesses,
     Recipe,
-    Run,
     check_save_ops,
     facts_of,
     need_torch,
@@ -23,22 +20,20 @@ from crius.config.toml_file import flatten
 from crius.config.training import SET_BY_FORMAT
 from crius.errors import ConfigError
 
-Layouts = Annotated[
-    str, Parameter(help="Layouts joined by commas, such as fsdp2_tp2,pp4+gpipe. Empty: a table of them.")
-]
-MostRanks = Annotated[int, Parameter(help="Most ranks of a layout, if --layouts is not given.")]
-Timeout = Annotated[int, Parameter(help="Seconds that one layout may take.")]
+Layouts = Annotated[str, "Layouts joined by commas, such as fsdp2_tp2,pp4+gpipe. Empty: a table of them."]
+MostRanks = Annotated[int, "Most ranks of a layout, if --layouts is not given."]
+Timeout = Annotated[int, "Seconds that one layout may take."]
 
 
-@verify_app.command
+@verify_app.verb
 def parity(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
     layouts: Layouts = "",
     nproc: MostRanks = 8,
-    steps: Annotated[int, Parameter(help="Steps to train; the first three are compared.")] = 3,
+    steps: Annotated[int, "Steps to train; the first three are compared."] = 3,
     timeout: Timeout = 300,
     as_json: Json = False,
 ) -> int:
@@ -54,9 +49,9 @@ def parity(
     )
 
 
-@verify_app.command
+@verify_app.verb
 def init(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
@@ -73,15 +68,15 @@ def init(
     )
 
 
-@verify_app.command(name="compile")
+@verify_app.verb(name="compile")
 def compile_(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
     layouts: Layouts = "",
     nproc: MostRanks = 8,
-    steps: Annotated[int, Parameter(help="Steps to train; the first three are compared.")] = 3,
+    steps: Annotated[int, "Steps to train; the first three are compared."] = 3,
     timeout: Timeout = 300,
     as_json: Json = False,
 ) -> int:
@@ -94,23 +89,23 @@ def compile_(
     )
 
 
-@verify_app.command
+@verify_app.verb
 def resume(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
     nproc: NumProcesses = 0,
-    steps: Annotated[int, Parameter(help="Steps to train.")] = 20,
-    kill_at: Annotated[str, Parameter(help="Steps at which a rank is killed, joined by commas.")] = "7,13",
+    steps: Annotated[int, "Steps to train."] = 20,
+    kill_at: Annotated[str, "Steps at which a rank is killed, joined by commas."] = "7,13",
     layouts: Annotated[
         str,
-        Parameter(
-            help="Layouts joined by commas, such as fsdp2_ep2,tp2,1, which the starts get in turn; losses may then "
+        (
+            "Layouts joined by commas, such as fsdp2_ep2,tp2,1, which the starts get in turn; losses may then "
             "differ by a tolerance. Empty: always the layout of the run."
         ),
     ] = "",
-    timeout: Annotated[int, Parameter(help="Seconds that each of the two runs may take.")] = 600,
+    timeout: Annotated[int, "Seconds that each of the two runs may take."] = 600,
     as_json: Json = False,
 ) -> int:
     """Kill a run at given steps, let it resume from its checkpoints, and compare it with a run that is not killed.
@@ -133,31 +128,31 @@ def resume(
     )
 
 
-@verify_app.command
+@verify_app.verb
 def chaos(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
     nproc: NumProcesses = 0,
-    kills: Annotated[int, Parameter(help="Number of kills.")] = 25,
-    seed: Annotated[int, Parameter(help="Seed of the ranks, steps, phases and moments.")] = 1,
-    steps: Annotated[int, Parameter(help="Steps to train.")] = 40,
+    kills: Annotated[int, "Number of kills."] = 25,
+    seed: Annotated[int, "Seed of the ranks, steps, phases and moments."] = 1,
+    steps: Annotated[int, "Steps to train."] = 40,
     world_sizes: Annotated[
         str,
-        Parameter(
-            help="Numbers of ranks joined by commas; each start gets one at random, as replicas and shards. "
+        (
+            "Numbers of ranks joined by commas; each start gets one at random, as replicas and shards. "
             "With --training.reproducible. Empty: always those of the run."
         ),
     ] = "",
     layouts: Annotated[
         str,
-        Parameter(
-            help="Layouts joined by commas, such as fsdp2_ep2,tp2; each start gets one at random, and losses may "
+        (
+            "Layouts joined by commas, such as fsdp2_ep2,tp2; each start gets one at random, and losses may "
             "then differ by a tolerance. Empty: always the layout of the run."
         ),
     ] = "",
-    timeout: Annotated[int, Parameter(help="Seconds that each of the two runs may take.")] = 1800,
+    timeout: Annotated[int, "Seconds that each of the two runs may take."] = 1800,
     as_json: Json = False,
 ) -> int:
     """Kill random ranks at random moments, in start-up and saves too, and compare with a run that is not killed.
@@ -188,11 +183,11 @@ def chaos(
     )
 
 
-@verify_app.command
+@verify_app.verb
 def crash(
     *,
-    writers: Annotated[str, Parameter(help="Writers joined by commas, such as train,fsdp2. Empty: all.")] = "",
-    seed: Annotated[int, Parameter(help="Seed of the states that are resumed to the end.")] = 1,
+    writers: Annotated[str, "Writers joined by commas, such as train,fsdp2. Empty: all."] = "",
+    seed: Annotated[int, "Seed of the states that are resumed to the end."] = 1,
 ) -> int:
     """Try each state that a crash can leave of a run folder: the next start must recover it.
 
@@ -205,24 +200,24 @@ def crash(
     return crash(main, writers=writers, seed=seed)
 
 
-@verify_app.command
+@verify_app.verb
 def precision(
-    run: Run = RunConfig(),  # noqa: B008
+    run: RunConfig = RunConfig(),  # noqa: B008
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
     formats: Annotated[
         str,
-        Parameter(
-            help="Formats joined by commas: float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp, mxfp8, and "
+        (
+            "Formats joined by commas: float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp, mxfp8, and "
             "float32 or bfloat16. Empty: the low precisions."
         ),
     ] = "",
-    steps: Annotated[int, Parameter(help="Steps to train.")] = 200,
-    layout: Annotated[str, Parameter(help="Layout that trains, such as fsdp2; 1 is one device.")] = "1",
-    tolerance: Annotated[float, Parameter(help="Largest difference of the final loss, as a share of it.")] = 0.02,
-    plot: Annotated[str, Parameter(help="PNG file of the curves. Empty: precision.png in the run folder.")] = "",
-    timeout: Annotated[int, Parameter(help="Seconds that one format may take.")] = 1800,
+    steps: Annotated[int, "Steps to train."] = 200,
+    layout: Annotated[str, "Layout that trains, such as fsdp2; 1 is one device."] = "1",
+    tolerance: Annotated[float, "Largest difference of the final loss, as a share of it."] = 0.02,
+    plot: Annotated[str, "PNG file of the curves. Empty: precision.png in the run folder."] = "",
+    timeout: Annotated[int, "Seconds that one format may take."] = 1800,
     as_json: Json = False,
 ) -> int:
     """Train one run in bfloat16 and in each low precision, and compare the loss curves: table, JSON and picture.

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from cyclopts.argument import Argument, Token
-
+from crius.config.arguments import Arguments
 from crius.config.names import did_you_mean
 from crius.config.parallelism import ParallelismConfig, Schedule
 from crius.config.pipeline import microbatch_unit
@@ -266,13 +265,9 @@ def _unknown(kind: str, written: str, text: str, hint: str) -> ConfigError:
     )
 
 
-def spread_layout(named: Mapping[str, Argument]) -> Iterator[CriusError]:
-    """Give the degrees and options of the layout on the command line to their arguments, before any file is read.
-
-    Args:
-        named: arguments by their flag.
-    """
-    text = _layout_text(named)
+def spread_layout(arguments: Arguments) -> Iterator[CriusError]:
+    """Give the degrees and options of the layout on the command line to their arguments, before any file is read."""
+    text = arguments["layout"].text
     if not text:
         return
     try:
@@ -280,38 +275,33 @@ def spread_layout(named: Mapping[str, Argument]) -> Iterator[CriusError]:
     except ConfigError as error:
         yield error
         return
-    yield from _give_layout(named, layout.settings(), text)
+    yield from _give_layout(arguments, layout.settings(), text)
 
 
-def spread_microbatches(named: Mapping[str, Argument]) -> Iterator[CriusError]:
+def spread_microbatches(arguments: Arguments) -> Iterator[CriusError]:
     """Give the batch sizes that ``accumN`` of a layout stands for to their arguments, after all files are read."""
-    text = _layout_text(named)
+    text = arguments["layout"].text
     if "accum" not in text:
         return
-    total = named["--training.global_batch_size"].tokens
+    batch = arguments["training.global_batch_size"]
     try:
-        given = {"training.global_batch_size": int(total[0].value)} if total else {}
+        given = {"training.global_batch_size": batch.value()} if batch.source else {}
         placed = apply_layout(replace_fields(RunConfig(), given), parse_layout(text))
     except ConfigError as error:
         yield error
         return
     except ValueError:
         return  # reported elsewhere
-    named["--training.global_batch_size"].tokens = []
+    batch.leave_open()
     sizes = ("global_batch_size", "local_batch_size")
-    yield from _give_layout(named, {f"training.{name}": getattr(placed.training, name) for name in sizes}, text)
+    yield from _give_layout(arguments, {f"training.{name}": getattr(placed.training, name) for name in sizes}, text)
 
 
-def _give_layout(named: Mapping[str, Argument], changes: Mapping[str, Any], text: str) -> Iterator[CriusError]:
+def _give_layout(arguments: Arguments, changes: Mapping[str, Any], text: str) -> Iterator[CriusError]:
     for name, value in changes.items():
-        argument = named[f"--{name}"]
-        if any(token.source == "cli" for token in argument.tokens):
+        if arguments[name].source == "command line":
             yield ConfigError(
                 f"--{name} and {FLAG} {text} both set {name}.", where="command line", fix=f"leave out --{name}"
             )
             continue
-        argument.tokens = [Token(keyword=f"--{name}", value=str(value), source="cli")]
-
-
-def _layout_text(named: Mapping[str, Argument]) -> str:
-    return named[FLAG].tokens[-1].value if FLAG in named and named[FLAG].tokens and "--recipe" in named else ""
+        arguments[name].give([str(value)], "command line")

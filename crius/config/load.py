@@ -6,23 +6,20 @@ Order: defaults < recipe (``--recipe NAME``) < ``--config a.toml`` (repeatable, 
 import contextlib
 import functools
 import importlib.resources
-import re
 import shlex
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
-
-from cyclopts import App, ArgumentCollection, CycloptsError
-from cyclopts.argument import Argument, Token
+from typing import Any
 
 from crius import plugins
+from crius.config.arguments import Argument, Arguments
 from crius.config.data import check_source
 from crius.config.layout import spread_layout, spread_microbatches
-from crius.config.names import WrongSettings, conversion, did_you_mean, unknown
+from crius.config.names import did_you_mean, refused_value, unknown
 from crius.config.other_trainers import ALIASES
-from crius.config.toml_file import COMMAND_LINE_ONLY, choices_of, other_format, takes, toml_table, wrong_kind
+from crius.config.toml_file import COMMAND_LINE_ONLY, other_format, takes, toml_table, wrong_kind
 from crius.errors import ConfigError, CriusError
 from crius.untrusted import parse_toml, text_named
 
@@ -45,10 +42,10 @@ LENGTHS = ("training.steps", "training.epochs")
 """Settings of a run's length: one of them in a stronger source replaces the other in a weaker source."""
 COUNTED = {"training.epochs": "1", "training.global_batch_size": "-1"}
 """Settings that may be ``auto``: what follows from the number of sequences. Their values until these are counted."""
-FROM_HF = "--model.from_hf"
+FROM_HF = "model.from_hf"
 OF_MODEL = " (model.from_hf)"
 """End of the origin of a value that ``model.from_hf`` gave."""
-INIT_FROM = "--checkpoint.init_from"
+INIT_FROM = "checkpoint.init_from"
 OF_WEIGHTS = " (checkpoint.init_from)"
 """End of the origin of a value that came with weights."""
 OF_DATA = "what data.path has"
@@ -71,7 +68,7 @@ def recipe_names() -> list[str]:
 
 
 class RunSources:
-    """A cyclopts config hook: fills open settings from TOML, and records the origin of every value.
+    """Fills the settings that a command line leaves open, and records the origin of every value.
 
     Args:
         spellings: dotted names of settings, and the known values of each; case is ignored.
@@ -79,7 +76,7 @@ class RunSources:
             values of the fields of ``[model]``. Raises ConfigError.
         read_weights: reads settings that come with weights: (path, run folder or empty, origin) to values by dotted
             name. Raises CriusError.
-        read_data: infers settings from the data: arguments by flag to values by dotted name. Raises ConfigError.
+        read_data: infers settings from the data: arguments to values by dotted name. Raises ConfigError.
         locate: maps (dotted name of a setting, its value, known settings, origin) to a path, where the value is a name
             of the hub. Raises CriusError.
 
@@ -94,7 +91,7 @@ class RunSources:
         spellings: Mapping[str, Collection[str]] = types.MappingProxyType({}),
         read_model: Callable[[str, str, str], tuple[str, dict[str, Any]]] = lambda path, name, where: (path, {}),
         read_weights: Callable[[str, str, str], Mapping[str, Any]] = lambda path, run_dir, where: {},
-        read_data: Callable[[Mapping[str, Argument]], Mapping[str, Any]] = lambda named: {},
+        read_data: Callable[[Arguments], Mapping[str, Any]] = lambda arguments: {},
         locate: Callable[[str, str, Mapping[str, str], str], str] = lambda name, path, settings, where: path,
     ) -> None:
         self.origins: dict[str, str] = {}
@@ -110,64 +107,55 @@ class RunSources:
         """Origin of the value of the dotted field ``name``; ``default`` if no source set it."""
         return self.origins.get(name, "default")
 
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Fill and check ``arguments``; cyclopts calls this before it converts values.
+    def fill(self, verb: Sequence[str], arguments: Arguments) -> Iterator[CriusError]:
+        """Give values to the arguments of a verb that the command line leaves open, and spell all values canonically.
 
-        Raises:
-            WrongSettings: some keys or values of the files or of the command line are wrong.
+        Yields the errors in keys and values of files and command line.
         """
-        problems = list(self._problems(commands, arguments))
-        if problems or any(argument.children and argument.tokens for argument in arguments):  # a section has no value
-            raise WrongSettings(problems, arguments)
-
-    def _problems(self, commands: Collection[str], arguments: ArgumentCollection) -> Iterator[CriusError]:
-        """Fill ``arguments``; yields the errors in keys and values of files and command line."""
-        named = {argument.name: argument for argument in arguments}
-        for argument in arguments:
-            if int in (argument.hint, *get_args(argument.hint)):
-                argument.tokens = [token.evolve(value=_whole(token.value)) for token in argument.tokens]
         self.origins, self._model_file = {}, ""  # of this command line alone
         self.counted.clear()
-        if "--recipe" not in named:
-            yield from self._find("--tokenizer.path", named)
-            yield from self._find("--data.path", named)
-            yield from self._spread_data(named, DATA_DECIDES)
-            return
-        files = [token.value for token in named["--config"].tokens]
-        recipes = [token.value for token in named["--recipe"].tokens]
-        if not recipes and "verify" in commands:  # also with a --config: settings that it leaves open stay small
-            recipes = [PRECISION_RECIPE if "precision" in commands else VERIFY_RECIPE]
-        elif not recipes and not files and "plan" not in commands:  # a plan is of a model, not of the debug run
+        if "recipe" in arguments:
+            yield from self._fill_run(verb, arguments)
+        else:
+            yield from self._find("tokenizer.path", arguments)
+            yield from self._find("data.path", arguments)
+            yield from self._spread_data(arguments, DATA_DECIDES)
+        for argument in arguments.values():
+            if argument.source:
+                yield from self._settle(argument, " ".join(verb))
+
+    def _fill_run(self, verb: Sequence[str], arguments: Arguments) -> Iterator[CriusError]:
+        """``fill`` for the settings of a run."""
+        files = arguments["config"].texts
+        recipes = arguments["recipe"].texts
+        if not recipes and "verify" in verb:  # also with a --config: settings that it leaves open stay small
+            recipes = [PRECISION_RECIPE if "precision" in verb else VERIFY_RECIPE]
+        elif not recipes and not files and "plan" not in verb:  # a plan is of a model, not of the debug run
             recipes = [DEFAULT_RECIPE]
         self.recipe = recipes[0] if recipes else ""
-        takes_layout = "verify" not in commands  # verify has a --layout of its own
+        takes_layout = "layout" in arguments and "verify" not in verb  # verify has a --layout of its own
+        is_read_only = "config" in verb
         if takes_layout:
-            yield from spread_layout(named)
-        yield from self._spread_model(named, {})
+            yield from spread_layout(arguments)
+        yield from self._spread_model(arguments, {})
         for file in reversed(files):
-            yield from self._take(functools.partial(_config_file, file), named, commands)
-        yield from self._spread_weights(named)
-        reads_data = not {"plan", "doctor"}.intersection(commands)
+            yield from self._take(functools.partial(_config_file, file), arguments, is_read_only=is_read_only)
+        yield from self._spread_weights(arguments)
+        reads_data = not {"plan", "doctor"}.intersection(verb)
         if reads_data:
-            yield from self._find("--data.path", named)
-        yield from self._spread_data(named, DATA_DECIDES[:1])  # the format is what a recipe is for
+            yield from self._find("data.path", arguments)
+        yield from self._spread_data(arguments, DATA_DECIDES[:1])  # the format is what a recipe is for
         for recipe in recipes:
-            yield from self._take(functools.partial(_recipe, recipe), named, commands)
+            yield from self._take(functools.partial(_recipe, recipe), arguments, is_read_only=is_read_only)
         if reads_data:
-            yield from self._find("--tokenizer.path", named)
-            yield from self._find("--data.path", named)  # a path that a recipe names
-        yield from self._spread_data(named, DATA_DECIDES)
+            yield from self._find("tokenizer.path", arguments)
+            yield from self._find("data.path", arguments)  # a path that a recipe names
+        yield from self._spread_data(arguments, DATA_DECIDES)
         if takes_layout:
-            yield from spread_microbatches(named)
-        for argument in arguments:
-            if argument.tokens and not argument.children:
-                yield from self._settle(argument, commands)
+            yield from spread_microbatches(arguments)
 
     def _take(
-        self,
-        read: Callable[[], tuple[str, dict[str, Any]]],
-        named: Mapping[str, Argument],
-        commands: Collection[str],
+        self, read: Callable[[], tuple[str, dict[str, Any]]], arguments: Arguments, *, is_read_only: bool
     ) -> Iterator[CriusError]:
         """Give the settings of a file to arguments that are not set yet; ``read`` returns its name and its table."""
         try:
@@ -178,112 +166,105 @@ class RunSources:
         settings, twice = _settings(table)
         for name in twice:
             yield ConfigError(f"{name} is given twice, in two spellings.", where=source, fix="keep one")
-        if settings.get("model.from_hf"):
-            _leave_open(named)
+        if settings.get(FROM_HF):
+            _leave_open(arguments)
         for name, other in (LENGTHS, LENGTHS[::-1]):
-            if f"--{other}" in named and named[f"--{other}"].tokens:  # set by a stronger source
+            if other in arguments and arguments[other].source:  # set by a stronger source
                 settings.pop(name, None)
-        yield from _fill(named, settings, source, is_read_only="config" in commands)
-        yield from self._spread_model(named, settings)
+        yield from _fill(arguments, settings, source, is_read_only=is_read_only)
+        yield from self._spread_model(arguments, settings)
 
-    def _spread_model(self, named: Mapping[str, Argument], settings: Mapping[str, Any]) -> Iterator[CriusError]:
+    def _spread_model(self, arguments: Arguments, settings: Mapping[str, Any]) -> Iterator[CriusError]:
         """Give the values of the file of ``model.from_hf`` to arguments of ``[model]`` that are not set yet.
 
         Args:
-            named: arguments by their flag.
+            arguments: of the verb.
             settings: settings of the file that was read last. If it is a run.toml with ``flavor custom`` and all sizes,
                 the file of ``model.from_hf`` is not read again.
         """
-        token = next(iter(named[FROM_HF].tokens), None) if FROM_HF in named else None
-        if token is None or not token.value or self._model_file:
+        path = arguments[FROM_HF].text
+        if not path or self._model_file:
             return
-        self._model_file = token.value
-        said = {field: next(iter(named[f"--model.{field}"].tokens), None) for field in ("name", "flavor")}
-        name = said["name"].value if said["name"] else ""
-        where = f"{FROM_HF} ({'command line' if token.source == 'cli' else token.source})"
+        self._model_file = path
         has_sizes = settings.get("model.flavor") == CUSTOM and settings.keys() >= {f"model.{size}" for size in TAKEN}
         found: dict[str, Any] = {"name": str(settings.get("model.name")), "flavor": CUSTOM}
         file = ""
-        if not (has_sizes and settings.get("model.from_hf") == token.value):
+        if not (has_sizes and settings.get(FROM_HF) == path):
+            name = arguments["model.name"].text
             try:
-                file, found = self._read_model(token.value, self._spelled("model.name", name) or name, where)
+                file, found = self._read_model(
+                    path, self._spelled("model.name", name) or name, arguments[FROM_HF].where
+                )
             except ConfigError as error:
                 yield error
                 return
-        for field, one in said.items():
-            if one and _plain(one.value) != _plain(found[field]):
+        for field in ("name", "flavor"):
+            said = arguments[f"model.{field}"]
+            if said.source and _plain(said.text) != _plain(found[field]):
                 yield ConfigError(
-                    f"model.{field} {one.value or ascii('')} conflicts with model.from_hf {token.value}, "
+                    f"model.{field} {said.text or ascii('')} conflicts with model.from_hf {path}, "
                     f"a {found['name']} model with sizes of its own.",
-                    where="command line" if one.source == "cli" else one.source,
+                    where=said.source,
                     fix=f"leave out model.{field}, or model.from_hf",
                 )
         if file:
-            _leave_open(named)
+            _leave_open(arguments)
             values = {f"model.{name}": value for name, value in found.items()}
-            yield from _fill(named, values, f"{file}{OF_MODEL}", is_read_only=False)
+            yield from _fill(arguments, values, f"{file}{OF_MODEL}", is_read_only=False)
 
-    def _spread_weights(self, named: Mapping[str, Argument]) -> Iterator[CriusError]:
+    def _spread_weights(self, arguments: Arguments) -> Iterator[CriusError]:
         """Give the model and the tokenizer of ``checkpoint.init_from`` to arguments that are not set; a recipe is
         weaker. If a flavor was given, the sizes are the flavor's; rotary frequencies are those of the weights.
         """
-        if INIT_FROM not in named or not named[INIT_FROM].tokens:
+        weights = arguments[INIT_FROM]
+        if not weights.source:
             return
-        if problems := list(self._find(INIT_FROM, named)):
+        if problems := list(self._find(INIT_FROM, arguments)):
             yield from problems
             return
-        token = named[INIT_FROM].tokens[0]
-        if not token.value:
+        if not weights.text:
             return
-        _leave_open(named)
+        _leave_open(arguments)
         brought = ["model.name", "model.flavor", *(f"model.{size}" for size in (*TAKEN, *OF_EXPERTS))]
-        if named["--model.flavor"].tokens:
+        if arguments["model.flavor"].source:
             brought = ["model.name", "model.rope_scaling"]
-        if not named["--tokenizer.path"].tokens:
+        if not arguments["tokenizer.path"].source:
             brought += ["tokenizer.path", "tokenizer.eos_token"]
-        wanted = [name for name in brought if not named[f"--{name}"].tokens]
+        wanted = [name for name in brought if not arguments[name].source]
         if not wanted:
             return
-        folder = next(iter(named["--job.run_dir"].tokens), None)
-        where = f"{INIT_FROM} ({'command line' if token.source == 'cli' else token.source})"
         try:
-            found = self._read_weights(token.value, folder.value if folder else "", where)
+            found = self._read_weights(weights.text, arguments["job.run_dir"].text, weights.where)
         except CriusError as error:
             yield error
             return
         values = {name: found[name] for name in wanted if name in found}
-        yield from _fill(named, values, f"{token.value}{OF_WEIGHTS}", is_read_only=False)
+        yield from _fill(arguments, values, f"{weights.text}{OF_WEIGHTS}", is_read_only=False)
 
-    def _spread_data(self, named: Mapping[str, Argument], names: Collection[str]) -> Iterator[CriusError]:
+    def _spread_data(self, arguments: Arguments, names: Collection[str]) -> Iterator[CriusError]:
         """Give what the data looks like to those arguments of ``names`` that are not set."""
-        wanted = [name for name in names if f"--{name}" in named and not named[f"--{name}"].tokens]
+        wanted = [name for name in names if name in arguments and not arguments[name].source]
         if not wanted:
             return
         try:
-            inferred = self._read_data(named)
+            inferred = self._read_data(arguments)
         except ConfigError as error:
             yield error
             return
         values = {name: inferred[name] for name in wanted if name in inferred}
         self.origins |= dict.fromkeys(values, OF_DATA)
-        yield from _fill(named, values, OF_DATA, is_read_only=False)
+        yield from _fill(arguments, values, OF_DATA, is_read_only=False)
 
-    def _find(self, flag: str, named: Mapping[str, Argument]) -> Iterator[CriusError]:
-        """Replace names of the hub in the values of ``flag`` by paths; yields the errors."""
-        if flag not in named:
+    def _find(self, name: str, arguments: Arguments) -> Iterator[CriusError]:
+        """Replace names of the hub in the values of an argument by paths; yields the errors."""
+        if name not in arguments:
             return
-        argument = named[flag]
-        known = {flag.removeprefix("--"): one.tokens[0].value for flag, one in named.items() if one.tokens}
-        name = argument.name.removeprefix("--")
-        found = []
-        for token in argument.tokens:
-            where = f"{argument.name} ({'command line' if token.source == 'cli' else token.source})"
-            try:
-                found.append(token.evolve(value=self._locate(name, token.value, known, where)))
-            except CriusError as error:
-                yield error
-                return
-        argument.tokens = found
+        argument = arguments[name]
+        known = {other: one.text for other, one in arguments.items() if one.texts}
+        try:
+            argument.texts = [self._locate(name, text, known, argument.where) for text in argument.texts]
+        except CriusError as error:
+            yield error
 
     def rows_are_given(self) -> bool:
         """Whether a source other than ``model.from_hf`` and ``checkpoint.init_from`` gave ``model.vocab_size``."""
@@ -304,40 +285,34 @@ class RunSources:
             or next((one for one in others if _plain(one) == plain), "")
         )
 
-    def _settle(self, argument: Argument, commands: Collection[str]) -> Iterator[CriusError]:
+    def _settle(self, argument: Argument, verb: str) -> Iterator[CriusError]:
         """Rewrite the value of ``argument`` in its canonical spelling and record its origin; yields its errors."""
-        name = argument.name.lstrip("-")
-        source = argument.tokens[0].source
-        self.origins[name] = source = "command line" if source == "cli" else source
-        argument.tokens = [
-            token.evolve(value=self._spelled(name, token.value) or _canonical(token.value, argument.hint))
-            for token in argument.tokens
-        ]
-        if name in COUNTED and argument.tokens[0].value.lower() == "auto":
+        name = argument.name
+        source = argument.source
+        self.origins[name] = source
+        choices = argument.setting.choices
+        argument.texts = [self._spelled(name, text) or _canonical(text, choices) for text in argument.texts]
+        if name in COUNTED and argument.text.lower() == "auto":
             self.counted.add(name)
-            argument.tokens = [argument.tokens[0].evolve(value=COUNTED[name])]
-        wrong = next(filter(None, (_wrong_number(argument, token.value) for token in argument.tokens)), "")
-        if wrong:
-            yield ConfigError(f"{name} {wrong}", where=source, fix="give an integer")
-            return
+            argument.texts = [COUNTED[name]]
         try:
             if name == "data.source":
-                check_source(argument.tokens[0].value, f"--{name} ({source})")
-            argument.convert()
+                check_source(argument.text, argument.where)
+            argument.value()
         except ConfigError as error:
             yield error
-        except CycloptsError as error:
-            yield conversion(error, commands)
+        except ValueError as error:
+            yield refused_value(argument, str(error), verb)
 
 
-def _leave_open(named: Mapping[str, Argument]) -> None:
+def _leave_open(arguments: Arguments) -> None:
     """Unset model sizes that are -1, and an empty ``rope_scaling``: these leave the value to ``model.from_hf``."""
-    for name, argument in named.items():
-        if argument.tokens and name.startswith("--model."):
-            text = argument.tokens[0].value
+    for name, argument in arguments.items():
+        if argument.source and name.startswith("model."):
+            is_empty = name in ("model.rope_scaling", "model.words") and not argument.text
             with contextlib.suppress(ValueError):
-                if (name in ("--model.rope_scaling", "--model.words") and not text) or float(text) == -1:
-                    argument.tokens = []
+                if is_empty or float(argument.text) == -1:
+                    argument.leave_open()
 
 
 def _plain(text: str) -> str:
@@ -409,15 +384,13 @@ def _settings(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _fill(
-    named: Mapping[str, Argument], settings: Mapping[str, Any], source: str, *, is_read_only: bool
+    arguments: Arguments, settings: Mapping[str, Any], source: str, *, is_read_only: bool
 ) -> Iterator[CriusError]:
     """Give each setting to its argument, unless a stronger source has set it; yields the errors of the settings.
 
     A verb that ``is_read_only`` runs nothing, so a setting that only the command line may give causes a warning there.
-    cyclopts' own ``Dict`` would drop a section with the name of a verb (``[data]``) and read ``no_enable = true`` as
-    ``enable = true``.
     """
-    fields = {name[2:]: argument for name, argument in named.items() if "." in name and not argument.children}
+    fields = {name: argument for name, argument in arguments.items() if "." in name}
     strange = [name for name in settings if name not in fields]
     for name in strange[:MOST_UNKNOWN]:
         value = settings[name]
@@ -426,10 +399,11 @@ def _fill(
         yield ConfigError(f"{len(strange) - MOST_UNKNOWN} more keys are unknown.", where=source)
     for name, value in settings.items():
         argument = fields.get(name)
-        if argument is None or argument.tokens:
+        if argument is None or argument.source:
             continue
-        if not takes(argument.hint, value) and not (name in COUNTED and value == "auto"):
-            yield wrong_kind(name, value, argument.hint, source)
+        hint = argument.setting.hint
+        if not takes(hint, value) and not (name in COUNTED and value == "auto"):
+            yield wrong_kind(name, value, hint, source)
             continue
         if name in COMMAND_LINE_ONLY and value and is_read_only:
             sys.stderr.write(f"warning: {name} in {source} is left out: only the command line may give it\n")
@@ -442,38 +416,13 @@ def _fill(
                 fix=f"--{name} {shlex.quote(value)}, if you trust that folder",
             )
             continue
-        items = value if isinstance(value, list) else [value]
-        if not items:
-            argument.append(Token(keyword=name, source=source, implicit_value=()))
-        for index, item in enumerate(items):
-            argument.append(Token(keyword=name, value=str(item), source=source, index=index))
+        argument.give([str(item) for item in (value if isinstance(value, list) else [value])], source)
 
 
-def _wrong_number(argument: Argument, text: str) -> str:
-    """Why ``text`` is not an integer, for an integer setting: cyclopts rounds 1.5 to 2, and takes many digits."""
-    if int not in (argument.hint, *get_args(argument.hint)):
-        return ""
-    shown = f"{text[:40]}..." if len(text) > 40 else text
-    try:
-        value = float(text)
-    except (ValueError, OverflowError):
-        return ""  # not a number: a choice, or an error that cyclopts reports
-    if abs(value) >= 2**63:
-        return f"{shown} does not fit into 64 bits."
-    return "" if value.is_integer() else f"{shown} is not a whole number."
-
-
-def _whole(text: str) -> str:
-    """A count such as 1e6 in digits; any other text as it is."""
-    if re.fullmatch(r"\d+(\.\d+)?e\+?\d{1,2}", text, re.IGNORECASE) and float(text).is_integer():
-        return str(int(float(text)))
-    return text
-
-
-def _canonical(value: str, hint: Any) -> str:
+def _canonical(value: str, choices: Collection[str]) -> str:
     """The choice that equals ``value`` if case, ``-`` and ``_`` are ignored; else ``value``."""
     plain = _plain(value)
-    for choice in choices_of(hint):
+    for choice in choices:
         if plain == _plain(choice) or CHOICE_ALIASES.get(plain) == choice:
             return choice
     return value

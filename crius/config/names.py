@@ -5,75 +5,12 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable
 
-from cyclopts import ArgumentCollection, CoercionError, CycloptsError
-from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
-
+from crius.config.arguments import Argument
 from crius.config.other_trainers import MAIN, MOVED, NOTHING, OPTIONS_BY_NAME, VALUES
-from crius.errors import ConfigError, CriusError
+from crius.errors import ConfigError
 from crius.untrusted import parse_toml
-
-
-class WrongSettings(ConfigError):
-    """Keys or values of a run are wrong.
-
-    Attributes:
-        problems: one error for each wrong key or value.
-        arguments: arguments of the command line.
-    """
-
-    def __init__(self, problems: list[CriusError], arguments: ArgumentCollection) -> None:
-        one = ConfigError.together(problems)
-        super().__init__(one.what, where=one.where, why=one.why, fix=one.fix)
-        self.problems, self.arguments = problems, arguments
-
-    def __str__(self) -> str:
-        return str(ConfigError.together(self.problems))
-
-
-def explain(
-    error: CycloptsError | WrongSettings, argv: Sequence[str] = (), parse: Callable[[list[str]], Any] | None = None
-) -> CriusError:
-    """All errors of a command line, as one error.
-
-    Args:
-        error: the error that stopped the parsing of ``argv``.
-        argv: from ``normalized_argv``; empty if the error is not about the command line itself.
-        parse: reads a command line; raises an error such as ``error``.
-    """
-    return ConfigError.together(list(_mistakes(error, argv, parse)))
-
-
-def _mistakes(
-    error: CycloptsError | WrongSettings, argv: Sequence[str], parse: Callable[[list[str]], Any] | None
-) -> Iterator[CriusError]:
-    if isinstance(error, UnusedCliTokensError):
-        for word in error.unused_tokens or ():
-            yield _stray(word, argv[0] if argv else "")
-    elif isinstance(error, WrongSettings):
-        yield from _unknown_flags(error.arguments, argv, argv)
-        yield from error.problems
-    elif isinstance(error, UnknownOptionError):
-        yield from _unknown_flags(error.argument_collection, [error.token.keyword or error.token.value, *argv], argv)
-    elif isinstance(error, MissingArgumentError) and error.argument and error.argument.children:  # a section
-        yield unknown(
-            "flag",
-            error.keyword or error.argument.name,
-            [child.name[2:] for child in error.argument.children],
-            "command line",
-        )
-    else:
-        yield conversion(error, error.command_chain or ())
-    if parse and isinstance(error, MissingArgumentError) and error.keyword and error.keyword in argv:
-        rest = list(argv)  # cyclopts stops at the first error
-        rest.remove(error.keyword)
-        try:
-            parse(rest)
-        except (CycloptsError, WrongSettings) as another:
-            yield from _mistakes(another, rest, parse)
-
 
 _FLAG_OF_FILE = {
     ".toml": "--config",
@@ -81,20 +18,21 @@ _FLAG_OF_FILE = {
     ".yml": "--config",
     ".json": "--config",
     ".jsonl": "--data.source jsonl --data.path",
+    ".csv": "--data.source csv --data.path",
     ".parquet": "--data.source parquet --data.path",
     ".txt": "--data.source text --data.path",
 }
 
 
-def _stray(word: str, verb: str) -> ConfigError:
+def stray(word: str, verb: str) -> ConfigError:
     """Error about a word of the command line of ``verb`` that belongs to no flag."""
-    name, equals, value = word.partition("=")
+    name, equals, _ = word.lstrip("+").partition("=")  # + and ++ of Hydra
     what = f"{word} does not belong to a flag."
     fix = "leave it out; a flag with several values is repeated: --flag A --flag B"
     suffix = next((suffix for suffix in _FLAG_OF_FILE if word.endswith(suffix)), "")
     if equals and re.fullmatch(r"[a-z_][\w.-]*", name, re.IGNORECASE):
         what = f"{word} has no dashes."
-        fix = f"write --{shlex.quote(word)} in place of {shlex.quote(word)}"
+        fix = f"write --{shlex.quote(word.lstrip('+'))} in place of {shlex.quote(word)}"
     elif suffix:
         fix = f"write {_FLAG_OF_FILE[suffix]} {shlex.quote(word)} in place of {shlex.quote(word)}"
     elif word == "help":
@@ -104,66 +42,23 @@ def _stray(word: str, verb: str) -> ConfigError:
     return ConfigError(what, where="command line", fix=fix)
 
 
-def _unknown_flags(arguments: ArgumentCollection, words: Iterable[str], argv: Sequence[str]) -> Iterator[ConfigError]:
-    known = {name for argument in arguments if not argument.children for name in (*argument.names, *argument.negatives)}
-    short = {} if "--recipe" not in known else SHORT | PLAN_SHORT if "--gpus" in known else SHORT
-    names = [*(name.removeprefix("--") for name in known), *short]
-    verb = " ".join(itertools.takewhile(lambda token: token.isidentifier(), argv))
-    written = (token.partition("=")[0] for token in itertools.takewhile(lambda token: token != "--", words))
-    values = dict(_values(argv, takes_several="--recipe" in known))
-    for flag in dict.fromkeys(written):
-        if _is_flag(flag) and flag not in known:
-            yield unknown("flag", flag, names, "command line", verb, values.get(flag, ""))
+def explained(name: str, verb: str) -> str:
+    """The command that says what the argument ``name`` of ``verb`` takes, as a fix."""
+    if "." in name:
+        return f"crius config explain {name} says what it takes"
+    return f"see crius {verb} --help all for the possible values"
 
 
-def _values(argv: Sequence[str], *, takes_several: bool) -> Iterator[tuple[str, str]]:
-    """The flags of a command line, and what was written as the value of each; words after a flag may be several."""
-    for place, word in enumerate(argv):
-        flag, equals, value = word.partition("=")
-        following = list(itertools.takewhile(lambda other: not _is_flag(other), argv[place + 1 :]))
-        if not takes_several:
-            del following[1:]
-        if _is_flag(flag):
-            yield flag, value if equals else " ".join(following)
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and not _is_number(word)
-
-
-def _is_number(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        float(text)
-        return True
-    return False
-
-
-def conversion(error: CycloptsError, commands: Iterable[str]) -> ConfigError:
-    """A value of the wrong kind, as one clear sentence; a guess of cyclopts is left out if it is not a typo."""
-    error.verbose = False
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    guess = re.search(r' Did you mean "(.*?)"\?', text)
-    value = error.token.value if isinstance(error, CoercionError) and error.token else ""
-    if isinstance(error, UnknownCommandError):
-        value = (error.unused_tokens or [""])[0]
-    if guess and not nearest_typo(value, [guess[1]]):
-        text = text.replace(guess[0], "")
-    if isinstance(error, MissingArgumentError) and error.argument and not error.keyword:
-        what = f"{error.argument.name.removeprefix('--').upper()} is missing."
-        return ConfigError(what, where="command line", fix=f"crius {' '.join(commands)} --help says what it takes")
-    if not commands:
-        return ConfigError(text, where="command line", fix="crius --help lists the verbs")
-    where = "" if " from " in text else "command line"
-    if setting := re.search(r" (?:for|parameter) --([a-z_0-9]+(?:\.[a-z_0-9]+)+)", text):
-        name = setting[1]
-        instead, why = _answered(name, name, value)
-        fix = f"crius config explain {name} says what it takes"
-        if instead != name:
-            fix = why or _replacing("flag" if where else "key", f"--{name}" if where else name, value, instead)
-        return ConfigError(text, where="command line", fix=fix)
-    return ConfigError(
-        text, where=where, fix=f"see {' '.join(['crius', *commands])} --help all for the possible values"
-    )
+def refused_value(argument: Argument, what: str, verb: str) -> ConfigError:
+    """Error about a value that an argument of ``verb`` does not take; ``what`` is said about it."""
+    name = argument.name
+    fix = explained(name, verb)
+    instead, why = _answered(name, name, argument.text) if "." in name else (name, "")
+    if instead != name:
+        is_typed = argument.source == "command line"
+        written = f"--{name}" if is_typed else name
+        fix = why or _replacing("flag" if is_typed else "key", written, argument.text, instead)
+    return ConfigError(f"{argument.shown} {what}", where=argument.where, fix=fix)
 
 
 def unknown(

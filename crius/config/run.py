@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.config.lora import LoraConfig
@@ -147,9 +147,13 @@ class RunConfig:
     job: JobConfig = field(default_factory=JobConfig)
 
 
-def replace_fields(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """``config`` with the dotted fields of ``changes`` replaced."""
-    return _replaced(config, {tuple(name.split(".")): value for name, value in changes.items()})
+Section = TypeVar("Section")
+
+
+def replace_fields(config: Section, changes: Mapping[str, Any]) -> Section:
+    """``config``, a run or one of its sections, with the dotted fields of ``changes`` replaced."""
+    replaced: Section = _replaced(config, {tuple(name.split(".")): value for name, value in changes.items()})
+    return replaced
 
 
 def _replaced(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import tomli_w
 
+from crius.config.arguments import choices_of, in_words
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.redact import HIDDEN, redact_value
@@ -164,27 +165,6 @@ def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
     elif takes(hint, texts := [str(item) for item in value] if is_list else str(value)):
         fix = f"{leaf} = {json.dumps(texts, ensure_ascii=False)}"
     return ConfigError(what, where=source, fix=fix or f"crius config explain {name} says what it takes")
-
-
-def choices_of(hint: Any) -> list[str]:
-    """The words that a setting of this type may have; empty if it is not a choice among words."""
-    if get_origin(hint) is Literal:
-        return [choice for choice in get_args(hint) if isinstance(choice, str)]
-    if get_origin(hint) in (Union, types.UnionType):
-        return [choice for part in get_args(hint) for choice in choices_of(part)]
-    return []
-
-
-def in_words(hint: Any) -> str:
-    """A type in words."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(in_words(part) for part in get_args(hint) if part is not types.NoneType)
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
-    if get_origin(hint) is tuple:
-        return f"a list whose items are each {in_words(get_args(hint)[0])}"
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "text", list: "a list"}
-    return words.get(hint, "a date or a time")
 
 
 def imports_of(path: str) -> str:

@@ -25,7 +25,6 @@ except ImportError:  # the doctor reports it
 PACKAGES = (
     ("torch", True, "everything", "torch>=2.11"),
     ("numpy", True, "data", "numpy"),
-    ("cyclopts", True, "command line", "cyclopts>=5.0"),
     ("rich", True, "progress bar", "rich"),
     ("tomli_w", True, "run.toml", "tomli-w"),
     ("datasets", False, "--data.source huggingface", REQUIREMENTS["datasets"]),

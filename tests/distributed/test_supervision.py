@@ -272,7 +272,7 @@ def test_no_handler_is_put_where_a_signal_is_ignored(catch, ignored):
 EARLY = """
 import os, signal, sys, types
 import crius.__main__ as entry
-slow = {"torch", "cyclopts", "crius.cli"} & set(sys.modules)
+slow = {"torch", "crius.cli"} & set(sys.modules)
 sys.modules["crius.cli"] = sys.modules["crius"].cli = cli = types.ModuleType("crius.cli")
 cli.main = lambda argv: os.kill(os.getpid(), int(sys.argv[2]))
 print(sorted(slow), flush=True)

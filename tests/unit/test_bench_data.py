@@ -79,7 +79,7 @@ def test_imports_are_those_before_the_trainer_runs_and_the_parts_add_up(tmp_path
     (tmp_path / "summary.json").write_text(json.dumps({"seconds": seconds}))
     lines = [
         "import time: self [us] | cumulative | imported package",
-        "import time:     62500 |      62500 |   cyclopts",
+        "import time:     62500 |      62500 |   huggingface",
         "import time:     62500 |     125000 | crius.cli.app",
         "import time:   1000000 |    1000000 |     torch._C",
         "import time:    500000 |    1500000 |   torch",

@@ -13,6 +13,8 @@ import harness
 import pytest
 from harness import ROOT
 
+from crius import cli
+
 SCRIPTS = {"bash": "crius.bash", "zsh": "_crius", "fish": "crius.fish"}
 
 
@@ -99,6 +101,28 @@ def until(terminal, pattern):
 @pytest.mark.long
 def test_tab_completes_verbs_dotted_flags_choices_recipes_and_files(shell, line, want, home):
     assert want in completed(shell, line, want, home)
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("veri", ["verify"]),
+        ("train --parallelism.tensor_p", ["--parallelism.tensor_parallel_degree"]),
+        ("verify parity --layouts fsdp2 --checkpoint.keep_l", ["--checkpoint.keep_last"]),
+        ("train --data-path x --model.attention_mask d", ["document"]),
+        ("train --compile.enable --compile.back", ["--compile.backend"]),
+        ("tune base chats.jsonl --optimizer.lr", ["--optimizer.lr"]),
+        ("generate run --temp", ["--temperature"]),
+        ("export a b --format p", ["peft"]),
+        ("completion z", ["zsh"]),
+        ("train --job.name x", []),
+        ("bench dat", []),
+        ("nothing --x", []),
+    ],
+)
+def test_what_may_stand_in_place_of_the_last_word(line, offered, capsys):
+    assert cli.main(["_complete", *line.split(" ")]) == 0
+    assert [text.partition("\t")[0] for text in capsys.readouterr().out.splitlines()] == offered
 
 
 @pytest.mark.full

@@ -191,15 +191,15 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
         (["--stps", "4"], "did you mean --steps?"),
         (["--bf16", "true"], "write --training.mixed_precision_param bfloat16 in place of --bf16 true"),
         (["--eval_strategy=no"], "write --validation.interval 0 in place of --eval_strategy no"),
-        (["--training.device", "gpu"], 'Choose from: "auto", "cpu", "cuda".\n'),
+        (["--training.device", "gpu"], "training.device gpu is not one of auto, cpu, cuda.\n"),
         (["my.toml"], "fix    write --config my.toml in place of my.toml"),
         (["--recipe", "llama_debug"], "did you mean llama3_debug?"),
         (["--config", "none.toml"], "none.toml cannot be read: No such file"),
-        (["--training.steps", "many"], 'Invalid value for --training.steps: unable to convert "many" into int'),
+        (["--training.steps", "many"], "training.steps many is not an integer."),
         (["--training.steps", "many"], "fix    crius config explain training.steps says what it takes"),
         (["--training.steps", "1.5"], "training.steps 1.5 is not a whole number"),
-        (["--training.steps"], "--training.steps requires an argument"),
-        (["--compile.enable=maybe"], 'Invalid value for --compile.enable: unable to convert "maybe" into bool'),
+        (["--training.steps"], "--training.steps has no value."),
+        (["--compile.enable=maybe"], "compile.enable maybe is not true or false."),
         (["--data.source", "jsonll"], "no data source is called jsonll, did you mean jsonl?"),
         (["stray"], "stray"),
         (["--nproc", "-1"], "--nproc -1 is negative"),
@@ -259,7 +259,7 @@ def test_wrong_keys_and_values_of_files_and_flags_are_reported_together(crius, t
     code, _, message = crius("train", *flags, "--training.gc_interval", "many")
     assert code == 2
     assert message.count("ConfigError: unknown ") == 4
-    flagged = ("--model.norm_type", "--zzz", '"many"')
+    flagged = ("--model.norm_type", "--zzz", "gc_interval many")
     for said in ("7 problems", "stepz", '"64" is text', "optimizer.lrr", "called xls", *flagged):
         assert said in message
 
@@ -269,9 +269,9 @@ def test_neither_a_flag_without_a_value_nor_a_key_given_twice_hides_other_mistak
     flags = ["--config", file, "--training.gc_interval", "--zzz", "3", "--debug.seed", "--optimizer.lr", "many"]
     code, _, message = crius("train", *flags)
     assert code == 2
-    for said in ("7 problems", "seq_len is given twice", "stepz", '"2" is text', "--zzz", '"many"'):
+    for said in ("7 problems", "seq_len is given twice", "stepz", '"2" is text', "--zzz", "optimizer.lr many"):
         assert said in message
-    assert "--training.gc_interval requires an argument" in message and "--debug.seed requires an argument" in message
+    assert "--training.gc_interval has no value" in message and "--debug.seed has no value" in message
 
 
 def test_a_file_of_wrong_keys_alone_is_a_short_message(crius, toml):

@@ -4,10 +4,8 @@ import re
 
 import harness
 import pytest
-from rich.console import Console
 
 from crius import cli
-from crius.cli.app import app
 from crius.cli.help import COMMON, SECTIONS, _cut
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
@@ -30,7 +28,6 @@ def crius(capsys):
 def show(crius, monkeypatch):
     """The lines of a page of help, on a terminal of 110 columns."""
     monkeypatch.setenv("COLUMNS", "110")
-    monkeypatch.setattr(app, "_console", Console(width=110))  # the one kept has an older width
 
     def lines(*argv):
         code, out, err = crius(*argv)

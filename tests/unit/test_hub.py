@@ -9,7 +9,7 @@ from hub_stand_in import Repository, StandIn, repository
 from tiny_source import runner, save_source
 
 from crius.cli import main
-from crius.cli.settings import checked_run_of
+from crius.cli.settings import run_of
 from crius.config.toml_file import toml_table
 from crius.data.documents import find_files
 from crius.errors import ConfigError, EnvironmentError
@@ -80,7 +80,7 @@ def test_verbs_take_a_name_and_fetch_only_data(hub, capsys, tmp_path):
 
 
 def test_settings_take_a_name_and_keep_its_commit(hub, caplog):
-    run = checked_run_of(
+    run = run_of(
         *("--checkpoint.init_from", MODEL, "--data.source", "jsonl", "--data.path", "some/chats"),
         *("--tokenizer.path", f"{MODEL}@main"),
     )
@@ -109,9 +109,9 @@ def test_a_run_keeps_its_commit_and_a_changed_revision_is_told(hub, caplog, tmp_
     files = hub.repositories[MODEL].commits[before]
     hub.repositories[MODEL] = Repository(files, {**files, "generation_config.json": b"{}"})
     hub.asked.clear()
-    assert snapshot_of(checked_run_of(*flags).checkpoint.init_from) == (MODEL, before) and not hub.asked
+    assert snapshot_of(run_of(*flags).checkpoint.init_from) == (MODEL, before) and not hub.asked
     newest = hub.repositories[MODEL].main
-    assert snapshot_of(checked_run_of("--checkpoint.init_from", MODEL).checkpoint.init_from) == (MODEL, newest)
+    assert snapshot_of(run_of("--checkpoint.init_from", MODEL).checkpoint.init_from) == (MODEL, newest)
     assert f"another commit than before: {newest} in place of {before}, " in caplog.text
     assert located(f"{MODEL}@{before}").endswith(before)
 
@@ -161,8 +161,8 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(hub, capsys):
         assert runner(verb, capsys, "./some/small")(*more)[0] == 2
     for setting in ("--model.from_hf", "--checkpoint.init_from"):
         with pytest.raises(ConfigError):
-            checked_run_of(setting, "./some/small")
-    run = checked_run_of("--tokenizer.path", "./a/b", "--data.source", "jsonl", "--data.path", "./c/d")
+            run_of(setting, "./some/small")
+    run = run_of("--tokenizer.path", "./a/b", "--data.source", "jsonl", "--data.path", "./c/d")
     assert (run.tokenizer.path, run.data.path) == ("./a/b", ("./c/d",))
     assert not hub.asked
 

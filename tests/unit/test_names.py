@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from crius.config.names import _edits, _values, nearest_typo
+from crius.config.names import _edits, nearest_typo
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,3 @@ def test_edits_are_the_fewest_that_turn_a_word_into_another():
     words = ["".join(letters) for size in range(4) for letters in itertools.product("abc", repeat=size)]
     for a, b in itertools.product(words, repeat=2):
         assert _edits(a, b) == fewest(a, b), (a, b)
-
-
-@pytest.mark.parametrize(("several", "values"), [(False, "-1"), (True, "-1 2")])
-def test_words_after_a_flag_are_its_value_until_the_next_flag(several, values):
-    argv = ["train", "--a", "-1", "2", "--b=3", "4", "--c"]
-    assert dict(_values(argv, takes_several=several)) == {"--a": values, "--b": "3", "--c": ""}

@@ -12,7 +12,8 @@ import pytest
 from harness import ROOT
 
 from crius import cli
-from crius.config.argv import normalized_argv
+from crius.cli.app import train_verb
+from crius.config.command_line import last_of_each
 from crius.errors import ConfigError
 from crius.launch.lock import run_lock
 from crius.tools.report import sweep
@@ -38,7 +39,7 @@ print("trained", rate)
 
 
 def trials(*flags):
-    return sweep.plan_trials(normalized_argv(["sweep", *flags])[1:])
+    return sweep.plan_trials(last_of_each(flags, train_verb().arguments()))
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_what_is_no_sweep_is_refused(flags, told):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--lr", "1,x"], 'optimizer.lr=x: Invalid value for --optimizer.lr: unable to convert "x"'),
+        (["--lr", "1,x"], "optimizer.lr=x: optimizer.lr x is not a number."),
         (["--lr", "1,2", "--stesp", "3"], "unknown flag --stesp, did you mean --steps?"),
         (["--optimizer.lrr", "1,2"], "unknown flag --optimizer.lrr, did you mean --optimizer.lr?"),
         (["--layout", "fsdp2,tp3"], "layout=tp3: tensor_parallel_degree 3 does not divide"),

@@ -265,7 +265,7 @@ def test_auto_in_a_file_or_as_a_flag_is_written_as_numbers(tmp_path):
             ("train", "--training.global_batch_size", "auto", "--data.source", "huggingface", "--data.path", "a/b"),
             "which a stream does not tell",
         ),
-        (("train", "--training.steps", "auto"), "unable to convert"),
+        (("train", "--training.steps", "auto"), "training.steps auto is not an integer"),
         (("tune", "base", "own.jsonl", "--training.epochs", "auto"), "auto is what crius tune chooses"),
     ],
 )

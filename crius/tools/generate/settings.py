@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
-
+from crius.config.arguments import Option
 from crius.errors import ConfigError, DataError, MissingPathError
 from crius.untrusted import parse_json, text_named
 
@@ -29,7 +28,7 @@ class Settings:
     top_p: float = 1.0
     """Draw from the fewest tokens whose probabilities sum to this. 1: from all."""
 
-    stop: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = ()
+    stop: Annotated[tuple[str, ...], Option(takes_hyphen=True)] = ()
     """Text that ends an answer and is not part of it; repeat it for several."""
 
     seed: int = 0
@@ -47,7 +46,7 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of weights and computation. auto: bfloat16 on a GPU, else float32."""
 
-    ranks: Annotated[int, Parameter(name="--parallelism.tensor_parallel_degree")] = 1
+    ranks: Annotated[int, Option(name="parallelism.tensor_parallel_degree")] = 1
     """Processes of this host that share each layer."""
 
     def check(self) -> None:
