@@ -26,10 +26,10 @@ from benchmarks.turns import Contestant, Outcome, median_ratio, row, table, take
 from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.data.meta import FORMAT_VERSION, META, TokenMeta
-from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import DOCUMENTS, TOKEN_BYTES, TOKENS
 from crius.models import registry
 from crius.models.huggingface import rows_of
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.bench.machine import Machine
 from crius.train.inputs import describe_model
 

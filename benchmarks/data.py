@@ -22,7 +22,7 @@ from crius.config.toml_file import flatten
 from crius.data.cache import open_cached
 from crius.data.loader import BatchLoader
 from crius.data.source import TokenSource
-from crius.data.tokenizer import build_tokenizer
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.bench.machine import Machine
 from crius.train.inputs import open_run_corpus, run_batch_sizes
 

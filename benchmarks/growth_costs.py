@@ -20,11 +20,11 @@ from crius.config.run import RunConfig
 from crius.data.cache import open_cached
 from crius.data.corpus import boundary_of
 from crius.data.loader import BatchLoader
-from crius.data.tokenizer import build_tokenizer
 from crius.data.tokens import IndexedSource
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
 from crius.shards import local_tensor
+from crius.tokens.tokenizer import build_tokenizer
 from crius.train import job
 from crius.train.inputs import describe_model
 from crius.train.loop import Loop

@@ -287,7 +287,6 @@ ROOMS = {
         "chat": ("test_chat_files", "test_data_samples", "test_chat_masks"),
         "loader": ("test_data_loader", "test_data_boundary"),
         "sample_log": ("test_audit", "test_data_show"),
-        "lock": ("test_lock", "test_data_prepare"),
         "prepare": ("test_data_prepare", "test_data_boundary"),
         "rows": ("test_chat_files", "test_odd_data", "test_data_documents", "test_data_boundary"),
         "infer": ("test_odd_data",),
@@ -300,14 +299,18 @@ ROOMS = {
             "test_plugins",
         ),
         "show": ("test_data_show", "test_data_samples"),
-        "tokenizer": (
-            *("test_data_tokenizer", "test_tokenizer_files"),
-            *(f"tests/unit/test_chat_masks.py::{name}" for name in MASKED_TOKENS),
-        ),
         "samples": ("test_data_samples", "test_data_boundary"),
         "": (
             *("test_data_corpus", "test_data_documents", "test_data_stream", "test_data_checked", "test_data_tokens"),
             *("test_data_tokenizer", "test_data_boundary", "test_data_prepare"),
+        ),
+    },
+    "tokens": {
+        "render": ("test_chat_files", "test_data_samples", "test_chat_masks"),
+        "template": ("test_chat_files", "test_data_samples", "test_chat_masks"),
+        "": (
+            *("test_data_tokenizer", "test_tokenizer_files"),
+            *(f"tests/unit/test_chat_masks.py::{name}" for name in MASKED_TOKENS),
         ),
     },
     "optim": {

@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from crius.data.prepare import write
-from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import TokenFile
 from crius.data.work import Work, encode_samples
+from crius.tokens.tokenizer import ByteTokenizer
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from crius.cache_lock import locked
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.checked import SETTLED_NS
 from crius.data.documents import describe, find_files, kind_of, reading
-from crius.data.lock import locked
 from crius.data.meta import CHAT_VERSION, FORMAT_VERSION
 from crius.data.prepare import write
-from crius.data.tokenizer import Tokenizer
 from crius.data.tokens import TokenFile
 from crius.data.work import chat_encoder, work_on
 from crius.errors import DataError
 from crius.host import user_cache
 from crius.new_folder import collect
+from crius.tokens.tokenizer import Tokenizer
 from crius.untrusted import open_named, parse_json, read_named
 
 _log = logging.getLogger("crius.data")

@@ -13,10 +13,10 @@ from crius.data.cache import open_cached
 from crius.data.rows import left_out
 from crius.data.samples import SampleSource, open_samples
 from crius.data.source import NO_LABEL, Boundary, HeldOut, TokenSource
-from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import IndexedSource, TokenFile
 from crius.errors import DataError, EnvironmentError
 from crius.plugins import install_line
+from crius.tokens.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)

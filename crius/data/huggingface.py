@@ -12,9 +12,9 @@ import datasets
 from crius.config.data import DataConfig, ValidationConfig
 from crius.data.source import Boundary, HeldOut
 from crius.data.stream import Row, ShardReader, StreamSample, StreamSource
-from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
 from crius.hub import parse_name
+from crius.tokens.tokenizer import Tokenizer
 
 
 class Split:

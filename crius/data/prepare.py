@@ -26,11 +26,11 @@ from crius.data.checked import BLOCK_BYTES, BlockHasher
 from crius.data.documents import describe, find_files
 from crius.data.meta import CHAT_VERSION, DTYPES, FORMAT_VERSION, META, TokenMeta
 from crius.data.rows import BAD_ROWS, Refusals
-from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.tokens import DOCUMENTS, HASHES, TARGETS, TOKEN_BYTES, TOKENS
 from crius.data.work import Encode, Encoded, Work, work_on
 from crius.errors import ConfigError, DataError
 from crius.new_folder import new_folder
+from crius.tokens.tokenizer import Tokenizer, build_tokenizer
 
 Worker: TypeAlias = "Connection[Any, Any]"
 """One end of the pipe between a worker and its parent. Chunks go to the worker, ``Encoded`` or an error comes back."""

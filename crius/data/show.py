@@ -10,8 +10,8 @@ import numpy as np
 
 from crius.data.samples import SampleSource
 from crius.data.source import NO_LABEL, PADDING_ID, Rows, TokenSource
-from crius.data.tokenizer import Tokenizer
 from crius.redact import printable
+from crius.tokens.tokenizer import Tokenizer
 
 OPEN = "⟦"
 CLOSE = "⟧"

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,20 +13,6 @@ Int64Array = npt.NDArray[np.int64]
 ROUNDS = 8  # 3 give a pseudo-random permutation with ideal rounds (Luby and Rackoff 1988); small halves need more
 
 _MASK64 = (1 << 64) - 1
-
-
-class MarkedText(NamedTuple):
-    """The tokens of a text, with their places in the text.
-
-    Attributes:
-        ids: ``(tokens,)``, ids as from ``Tokenizer.encode_marked``.
-        starts: ``(tokens,)``, index of the first character of each token.
-        ends: ``(tokens,)``, index after its last character; a character of several tokens is in the range of each.
-    """
-
-    ids: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
 
 
 def mix(value: int) -> int:
@@ -120,7 +106,6 @@ class Order:
         return order
 
 
-TokenArray = npt.NDArray[np.integer[Any]]
 Cursor = Sequence[int]
 """``[epoch, document, token_offset]`` of the next token that a shard has not trained on."""
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from crius.data.documents import document_text
 from crius.data.source import Boundary, Cursor, Int64Array, Rows, positions_of, storable_identity
-from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
+from crius.tokens.tokenizer import Tokenizer
 
 RETRIES = 5
 """Attempts after the first one, after waits of 1, 2, 4, 8 and 16 s."""

@@ -27,11 +27,11 @@ from crius.data.source import (
     Int64Array,
     Order,
     Rows,
-    TokenArray,
     positions_of,
     storable_identity,
 )
 from crius.errors import DataError
+from crius.tokens.tokenizer import TokenArray
 
 TOKENS = "tokens.bin"
 DOCUMENTS = "documents.bin"

@@ -12,12 +12,11 @@ import numpy.typing as npt
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.chat.conversations import Conversation, read_conversations
 from crius.data.chat.mask import ChatEncoder
-from crius.data.chat.template import read_template, special_tokens
 from crius.data.documents import Piece, read_pieces
 from crius.data.rows import Refusals
-from crius.data.source import TokenArray
-from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.errors import DataError
+from crius.tokens.template import read_template, special_tokens
+from crius.tokens.tokenizer import TokenArray, Tokenizer, build_tokenizer
 
 CHUNK_CHARACTERS = 4 << 20
 CHUNK_PIECES = 4096

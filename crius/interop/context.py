@@ -1,11 +1,11 @@
 """The longest context of a model. Weights do not depend on it, so it is not a setting of the model. No torch."""
 
-from crius.data.chat.template import folder_of
-from crius.data.tokenizer_files import TOKENIZER_CONFIG
 from crius.interop.foreign import read_inside
 from crius.interop.kept import CONFIG, CONTEXT, Origin
 from crius.interop.safetensors_file import json_object
 from crius.interop.weights import Weights
+from crius.tokens.files import TOKENIZER_CONFIG
+from crius.tokens.template import folder_of
 
 UNKNOWN = 2048
 """Tokens of the longest context, if it is not known."""

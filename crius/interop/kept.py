@@ -11,17 +11,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+from crius.cache_lock import locked
 from crius.checkpoint.disk import Disk, LocalDisk
 from crius.checkpoint.kept import keep, kept_damages, kept_folder
 from crius.checkpoint.manifest import FileEntry, Manifest, digest_of
-from crius.data.chat.template import END_OF_TURN, folder_of
-from crius.data.lock import locked
-from crius.data.tokenizer import Tokenizer
-from crius.data.tokenizer_files import TOKENIZER, read_file, read_tokenizer_files, tokenizer_file
 from crius.errors import CriusError
 from crius.host import user_cache
 from crius.interop.foreign import read_inside
 from crius.interop.safetensors_file import json_object
+from crius.tokens.files import TOKENIZER, read_file, read_tokenizer_files, tokenizer_file
+from crius.tokens.template import END_OF_TURN, folder_of
+from crius.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger("crius.interop")
 

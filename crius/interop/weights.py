@@ -20,8 +20,6 @@ from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.config.load import OF_EXPERTS, TAKEN
 from crius.config.lora import block_linears, saved_lora
-from crius.data.chat.template import LARGEST_TEXT, find_template
-from crius.data.tokenizer_files import TOKENIZER, original_file
 from crius.errors import CheckpointError, ConfigError, CriusError
 from crius.interop.adapters import Adapters, merged, read_adapters
 from crius.interop.foreign import Foreign, open_inside, read_inside
@@ -43,6 +41,8 @@ from crius.models.huggingface import read_model_settings, rows_of
 from crius.models.registry import SPECS, families, find_spec
 from crius.models.rope import parse_rope_scaling, rope_scaling_text
 from crius.models.words import words_text
+from crius.tokens.files import TOKENIZER, original_file
+from crius.tokens.template import LARGEST_TEXT, find_template
 
 log = logging.getLogger("crius.interop")
 

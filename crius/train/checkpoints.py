@@ -25,7 +25,6 @@ from crius.config.changes import changes, check_changes
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.loader import BatchLoader
-from crius.data.tokenizer import Tokenizer
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.kept import Origin, files_to_keep, origin_of
 from crius.launch.environment import Placement
@@ -34,6 +33,7 @@ from crius.metrics.ledger import TimeLedger
 from crius.optim import state as optimizer_state
 from crius.optim.build import WarmupStableDecay
 from crius.shards import named_buffers, named_parameters, named_state, plain
+from crius.tokens.tokenizer import Tokenizer
 from crius.train.build import Job
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import (

@@ -21,8 +21,6 @@ from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.meta import META, TokenMeta
-from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_files import TOKENIZER
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError, MissingPathError
 from crius.host import Machine
 from crius.interop.initial import INIT_FROM, model_of, open_base, open_initial
@@ -31,6 +29,8 @@ from crius.interop.weights import saved_model
 from crius.models.adapted import Adapted
 from crius.models.description import ModelDescription, ModuleFacts
 from crius.models.registry import SPECS, find_spec
+from crius.tokens.files import TOKENIZER
+from crius.tokens.tokenizer import build_tokenizer
 
 COMPILE = "compile.enable"
 

@@ -12,11 +12,11 @@ from real_weights import path_of
 
 from crius.cli import main
 from crius.config.data import TokenizerConfig
-from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_conversion import TEXTS
 from crius.interop.weights import open_weights
 from crius.kernels import choice
 from crius.models import registry
+from crius.tokens.conversion import TEXTS
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.convert.importing import import_model
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(7200)]

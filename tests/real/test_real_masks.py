@@ -13,9 +13,9 @@ from jinja2 import TemplateError, UndefinedError
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
-from crius.data.chat.render import Template
-from crius.data.chat.template import read_template, special_tokens
-from crius.data.tokenizer import build_tokenizer
+from crius.tokens.render import Template
+from crius.tokens.template import read_template, special_tokens
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.convert.gguf_file import open_gguf
 
 pytestmark = pytest.mark.real

@@ -11,9 +11,9 @@ from harness import TEXT
 
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.data.corpus import open_corpus
-from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_conversion import TEXTS as SHORT
 from crius.errors import ConfigError
+from crius.tokens.conversion import TEXTS as SHORT
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.generate.stream import TextStream
 
 pytestmark = pytest.mark.real

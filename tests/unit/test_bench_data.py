@@ -11,8 +11,8 @@ from benchmarks import checkpoint, data, optimizer, startup
 from benchmarks.rows import Row, measure
 from crius.data.cache import open_cached
 from crius.data.loader import BatchLoader
-from crius.data.tokenizer import build_tokenizer
 from crius.errors import ConfigError, EnvironmentError
+from crius.tokens.tokenizer import build_tokenizer
 from crius.train.inputs import describe_model
 
 CPU = torch.device("cpu")

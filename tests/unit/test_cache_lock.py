@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from crius.data import lock
+from crius import cache_lock as lock
 from crius.launch.stop import PREEMPTED, catch_stop_signals
 
 FORK = multiprocessing.get_context("fork")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from crius.config.data import DataConfig, TokenizerConfig
-from crius.data.chat import render, renderer
 from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
-from crius.data.chat.template import read_template, special_tokens
-from crius.data.tokenizer import ByteTokenizer, build_tokenizer
 from crius.errors import DataError
+from crius.tokens import render, renderer
+from crius.tokens.template import read_template, special_tokens
+from crius.tokens.tokenizer import ByteTokenizer, build_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
 MERGES = [(":", "H"), ("!", ";")]

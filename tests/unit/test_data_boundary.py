@@ -17,9 +17,9 @@ from crius.data.loader import IGNORE_INDEX
 from crius.data.prepare import prepare
 from crius.data.source import NO_LABEL, Boundary
 from crius.data.stream import ShardReader
-from crius.data.tokenizer import ByteTokenizer, build_tokenizer
 from crius.errors import ConfigError, DataError
 from crius.host import Machine
+from crius.tokens.tokenizer import ByteTokenizer, build_tokenizer
 from crius.train import inputs
 
 TEXTS = [f"<{number}> " + "the cat and the dog " * (number * 7 % 5) for number in range(400)]

@@ -14,10 +14,10 @@ from crius.data.cache import open_cached
 from crius.data.checked import BlockHasher
 from crius.data.corpus import open_corpus
 from crius.data.documents import Piece
-from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import TokenFile
 from crius.data.work import document_work
 from crius.errors import DataError
+from crius.tokens.tokenizer import ByteTokenizer
 
 NAMES = ["tokens.bin", "documents.bin", "token_bytes.bin", "hashes.bin"]
 

@@ -15,9 +15,9 @@ from crius import cli
 from crius.cli.settings import run_of
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.chat.conversations import read_conversations
-from crius.data.tokenizer import build_tokenizer
 from crius.data.work import chat_encoder
 from crius.errors import DataError
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.data_audit.doctor import Bar
 
 ASK = {"role": "user", "content": "Hi"}
@@ -217,7 +217,7 @@ from pathlib import Path
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.chat.conversations import read_conversations
 from crius.data.chat.mask import _batches, _task
-from crius.data.tokenizer import build_tokenizer
+from crius.tokens.tokenizer import build_tokenizer
 from crius.data.work import chat_encoder
 config = TokenizerConfig(path="tokenizer")
 data = DataConfig(source="jsonl", format="chat")

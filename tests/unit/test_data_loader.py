@@ -17,10 +17,10 @@ from crius.data.prepare import write
 from crius.data.samples import SampleSource
 from crius.data.source import Rows
 from crius.data.stream import ShardReader, StreamSource
-from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import IndexedSource, TokenFile
 from crius.data.work import document_work
 from crius.errors import ConfigError, DataError
+from crius.tokens.tokenizer import ByteTokenizer
 
 B, T, V = 8, 16, 8
 BOUNDARY = boundary_of(DataConfig(), ByteTokenizer())

@@ -24,10 +24,10 @@ from crius.data import cache, documents, work
 from crius.data import prepare as prepare_module
 from crius.data.cache import cache_folder, open_cached
 from crius.data.prepare import prepare
-from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import TokenFile
 from crius.errors import ConfigError, DataError
 from crius.host import Machine
+from crius.tokens.tokenizer import ByteTokenizer
 from crius.train.inputs import open_run_corpus, resolve
 
 BYTE = TokenizerConfig()
@@ -289,7 +289,7 @@ import logging, sys, time
 from crius.config.data import DataConfig
 from crius.config.data import TokenizerConfig
 from crius.data import cache, work
-from crius.data.tokenizer import ByteTokenizer
+from crius.tokens.tokenizer import ByteTokenizer
 logging.basicConfig(level="INFO", stream=sys.stdout)
 real = work.read_pieces
 def slow(*args):

@@ -18,9 +18,9 @@ from crius.data.prepare import prepare
 from crius.data.samples import pack
 from crius.data.show import CLOSE, OPEN, documents_of, lines_of, read_shown
 from crius.data.source import NO_LABEL, mix, permute
-from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import TARGETS, TokenFile
 from crius.errors import DataError
+from crius.tokens.tokenizer import ByteTokenizer
 
 LENGTHS = [9, 4, 17, 1, 30, 8, 16, 5, 12, 3]
 

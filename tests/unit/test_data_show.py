@@ -13,8 +13,8 @@ from crius.config.run import replace_fields
 from crius.data.sample_log import Attempt, SampleLog, source_digest
 from crius.data.show import CLOSE, OPEN, ShownDocument, coloured, documents_of
 from crius.data.source import Rows
-from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError
+from crius.tokens.tokenizer import ByteTokenizer
 from crius.train.inputs import check_steps_left, open_run_corpus
 from crius.train.setup import MARKED, _ConsoleHandler
 

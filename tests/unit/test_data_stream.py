@@ -11,8 +11,8 @@ from crius.config.data import DataConfig, ValidationConfig
 from crius.data.corpus import boundary_of
 from crius.data.huggingface import load, open_huggingface
 from crius.data.stream import ShardReader, StreamSource
-from crius.data.tokenizer import ByteTokenizer
 from crius.errors import DataError
+from crius.tokens.tokenizer import ByteTokenizer
 
 BOUNDARY = boundary_of(DataConfig(), ByteTokenizer())
 TEXTS = [f"<{number}>" + "x" * (number * 7 % 23) for number in range(40)]

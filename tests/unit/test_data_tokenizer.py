@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from crius.config.data import TokenizerConfig
-from crius.data.tokenizer import ByteTokenizer, build_tokenizer
-from crius.data.tokenizer_files import read_tokenizer_files
 from crius.errors import DataError, EnvironmentError
+from crius.tokens.files import read_tokenizer_files
+from crius.tokens.tokenizer import ByteTokenizer, build_tokenizer
 
 TEXT = "Naïve café — 北京 🙂 tab\tand  spaces\n\n  def f(x):\r\n return x"
 

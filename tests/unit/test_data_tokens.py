@@ -15,10 +15,10 @@ from crius.data.corpus import boundary_of
 from crius.data.documents import Piece
 from crius.data.prepare import write
 from crius.data.source import ORDER_BLOCK, mix, permute, positions_of
-from crius.data.tokenizer import ByteTokenizer
 from crius.data.tokens import IndexedSource, TokenFile
 from crius.data.work import document_work
 from crius.errors import DataError
+from crius.tokens.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

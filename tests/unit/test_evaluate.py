@@ -15,11 +15,11 @@ from tiny_source import CHATML, runner, save_source
 from crius.config.data import DataConfig
 from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
-from crius.data.tokenizer import ByteTokenizer
 from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.interop.weights import open_weights
 from crius.models import registry
 from crius.models.decode import generate
+from crius.tokens.tokenizer import ByteTokenizer
 from crius.tools.evaluate import run
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Figure, Score, figures

@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from crius import cli
 from crius.checkpoint.plain import DTYPES
-from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import CheckpointError, ConfigError, DataError
 from crius.interop.casting import cast
 from crius.interop.context import handed_on, longest_context
@@ -30,6 +29,7 @@ from crius.interop.weights import open_weights
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import SPECS, families
 from crius.models.rope import Llama3Scaling, rope_scaling_text
+from crius.tokens.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.tools.convert import comparison, exporting, logits
 from crius.tools.convert.dcp_out import export_dcp
 from crius.tools.convert.exporting import export_model, open_source

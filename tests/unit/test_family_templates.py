@@ -6,7 +6,7 @@ from pretrained_samples import save_tokenizer
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.chat.conversations import Conversation
 from crius.data.chat.mask import ChatEncoder
-from crius.data.tokenizer import build_tokenizer
+from crius.tokens.tokenizer import build_tokenizer
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

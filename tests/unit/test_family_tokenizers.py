@@ -6,8 +6,8 @@ import unicodedata
 import pytest
 
 from crius.config.data import TokenizerConfig
-from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_conversion import TEXTS
+from crius.tokens.conversion import TEXTS
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.convert.gguf_tokenizer import tokenizer_of
 
 transformers = pytest.importorskip("transformers")

@@ -15,11 +15,11 @@ from tiny_source import CHATML, runner, save_source
 
 from crius import cli
 from crius.data.chat import renderer
-from crius.data.chat.renderer import render_chat
-from crius.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.interop.weights import open_weights
 from crius.kernels import choice
+from crius.tokens.renderer import render_chat
+from crius.tokens.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.tools.generate.settings import Settings, read_prompts
 from crius.tools.generate.stream import TextStream
 

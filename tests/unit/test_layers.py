@@ -29,8 +29,18 @@ TOOLS = (
     "convert",
 )
 LAYER = {
-    **{"config": 0, "models": 1, "kernels": 1, "in_process": 4, "cli": 5, "api": 6, "__main__": 6, "__init__": 7},
-    **dict.fromkeys(("host", "hub", "plugins", "run_file", "shards", "signals"), -1),
+    **{
+        "config": 0,
+        "models": 1,
+        "kernels": 1,
+        "tokens": 1,
+        "in_process": 4,
+        "cli": 5,
+        "api": 6,
+        "__main__": 6,
+        "__init__": 7,
+    },
+    **dict.fromkeys(("cache_lock", "host", "hub", "plugins", "run_file", "shards", "signals"), -1),
     # ground of the ground: shards has what it says of parts too, tables are printable, run_file uses new_folder
     **dict.fromkeys(("named", "new_folder", "redact", "untrusted"), -2),
     **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
@@ -58,6 +68,7 @@ OF_LAUNCH = ("config", "plugins", "redact", "run_file", "signals", "table", "unt
 PRIVATE = ("config.load", "config.rules", "config.toml_file")  # sections, run and resolve are for all
 # (importers, what they may not import although it lies below them)
 CLOSED = [
+    ("interop", "data"),
     *[(name, "config") for name in ("models", "kernels")],
     *[(name, part) for name, level in LAYER.items() if level == 2 for part in PRIVATE],
 ]
@@ -113,6 +124,7 @@ TORCH_FREE = (
         )
     ),
     "interop/*.py",
+    "tokens/*.py",
     "tools/convert/*.py",
     "tools/data_audit/*.py",
     "tools/bench/result.py",

@@ -17,9 +17,9 @@ from crius.data.infer import infer
 from crius.data.prepare import prepare
 from crius.data.rows import BAD_ROWS, Refusals
 from crius.data.show import CLOSE, OPEN
-from crius.data.tokenizer import build_tokenizer
 from crius.data.work import chat_encoder, read_records
 from crius.errors import CriusError, DataError
+from crius.tokens.tokenizer import build_tokenizer
 
 HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 ROW = {"messages": HI}

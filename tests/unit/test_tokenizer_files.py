@@ -16,12 +16,12 @@ from harness import ROOT, TEXT, crius
 from pretrained_samples import save
 
 from crius.config.data import TokenizerConfig
-from crius.data import tokenizer_files
-from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_conversion import TEXTS, convert, probes, read_tekken
-from crius.data.tokenizer_files import read_tokenizer_files, tokenizer_file
 from crius.errors import CheckpointError, ConfigError, CriusError, DataError, EnvironmentError
 from crius.interop.weights import open_weights
+from crius.tokens import files as tokenizer_files
+from crius.tokens.conversion import TEXTS, convert, probes, read_tekken
+from crius.tokens.files import read_tokenizer_files, tokenizer_file
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.convert.importing import import_model
 from crius.tools.convert.tokenizer_out import write_tokenizer
 from crius.tools.generate.stream import TextStream

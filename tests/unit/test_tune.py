@@ -16,11 +16,11 @@ from sft_samples import tokenizer_folder
 
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.run import RunConfig, replace_fields
-from crius.data.chat.renderer import render_chat
-from crius.data.chat.template import read_template
 from crius.data.samples import pack
-from crius.data.tokenizer import build_tokenizer
 from crius.errors import DataError, OutOfMemoryError
+from crius.tokens.renderer import render_chat
+from crius.tokens.template import read_template
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.tune.chatml import write_chatml
 from crius.tools.tune.choices import (
     LEAST_STEPS,

@@ -13,11 +13,10 @@ import numpy.typing as npt
 
 from crius.config.data import DataConfig
 from crius.data.chat.conversations import Conversation, is_trained
-from crius.data.chat.renderer import Rendered, Renderer
-from crius.data.chat.template import END_OF_TURN
-from crius.data.source import MarkedText
-from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
+from crius.tokens.renderer import Rendered, Renderer
+from crius.tokens.template import END_OF_TURN
+from crius.tokens.tokenizer import MarkedText, Tokenizer
 
 _VERSION = 3
 """Must change when new code gives a conversation other tokens or another mask."""

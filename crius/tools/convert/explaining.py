@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from crius.data.tokenizer_files import FILES, original_file
 from crius.errors import ConfigError, CriusError
 from crius.interop.kept import CONFIG, GENERATION
 from crius.interop.safetensors_file import ADAPTER_CONFIG, ADAPTER_FILE, INDEX, SUFFIX, WHOLE, model_files
@@ -19,6 +18,7 @@ from crius.models.huggingface import family_of, judged, read_config, read_model_
 from crius.models.keys import Noted
 from crius.models.registry import families
 from crius.table import aligned
+from crius.tokens.files import FILES, original_file
 from crius.tools.convert.importing import kept_adapters, open_source, place_of, write_tokenizer
 from crius.untrusted import parse_json
 

@@ -19,15 +19,6 @@ from crius.checkpoint.names import step_name
 from crius.checkpoint.pieces import TensorSource
 from crius.config.data import TokenizerConfig
 from crius.config.operation import CheckpointConfig
-from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_files import (
-    ADDED_TOKENS,
-    FILES,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    original_file,
-    tokenizer_file,
-)
 from crius.errors import CheckpointError, ConfigError
 from crius.interop.adapters import Adapters
 from crius.interop.casting import cast
@@ -37,6 +28,15 @@ from crius.interop.hub import located
 from crius.interop.kept import TOKENIZER_FOLDER, encoded
 from crius.interop.numbers import check_finite
 from crius.interop.weights import NONFINITE, Weights, finite_parameters, open_weights, record_of
+from crius.tokens.files import (
+    ADDED_TOKENS,
+    FILES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    original_file,
+    tokenizer_file,
+)
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.convert.convert import write_checkpoint
 from crius.tools.convert.dcp import METADATA
 from crius.tools.convert.gguf_file import SUFFIX, open_gguf

@@ -18,11 +18,11 @@ from torch import Tensor
 from crius.checkpoint.load import load_tensors
 from crius.checkpoint.pieces import TensorSource
 from crius.config.data import TokenizerConfig
-from crius.data.tokenizer import build_tokenizer
 from crius.host import free_host_bytes
 from crius.interop.safetensors_file import read_safetensors
 from crius.interop.weights import described, hugging_face_tensors, open_weights
 from crius.models.registry import build, import_models
+from crius.tokens.tokenizer import build_tokenizer
 from crius.untrusted import parse_json, read_below
 
 NUM_TOKENS = 48

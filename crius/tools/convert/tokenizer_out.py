@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from crius.config.data import TokenizerConfig
-from crius.data.tokenizer import build_tokenizer
-from crius.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_files
 from crius.errors import ConfigError, DataError
 from crius.interop.context import longest_context
 from crius.interop.foreign import read_inside
 from crius.interop.kept import BOS_ID, CONFIG, EOS_ID, GENERATION, encoded
 from crius.interop.safetensors_file import json_object
 from crius.interop.weights import Weights
+from crius.tokens.files import TOKENIZER, TOKENIZER_CONFIG, tokenizer_files
+from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.convert.importing import copy_file
 from crius.untrusted import read_below
 

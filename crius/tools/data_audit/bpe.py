@@ -10,12 +10,12 @@ from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.chat.conversations import Conversation
 from crius.data.documents import Piece
 from crius.data.rows import Refusals
-from crius.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer, build_tokenizer
-from crius.data.tokenizer_files import TOKENIZER_CONFIG
 from crius.data.work import read_records
 from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
 from crius.table import aligned
+from crius.tokens.files import TOKENIZER_CONFIG
+from crius.tokens.tokenizer import MAX_VOCAB_SIZE, Tokenizer, build_tokenizer
 from crius.tools.data_audit.rows import local_files
 
 EOS = "<|endoftext|>"

@@ -17,9 +17,9 @@ import xxhash
 from crius.config.data import DataConfig, TokenizerConfig
 from crius.data.chat.conversations import Conversation
 from crius.data.documents import Piece
-from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.data.work import chat_encoder
 from crius.errors import DataError
+from crius.tokens.tokenizer import Tokenizer, build_tokenizer
 from crius.tools.data_audit.diagnosis import Diagnosis, Tally
 from crius.tools.data_audit.near import NearDuplicates
 from crius.tools.data_audit.rows import Row, read_rows

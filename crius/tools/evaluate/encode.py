@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from crius.data.tokenizer import Tokenizer
 from crius.errors import DataError
+from crius.tokens.tokenizer import Tokenizer
 from crius.tools.evaluate.tasks import Kind, Request
 
 

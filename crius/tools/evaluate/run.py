@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from crius.checkpoint.manifest import Hasher
-from crius.data.chat.renderer import render_chats
 from crius.errors import ConfigError, DataError
 from crius.interop.context import longest_context
 from crius.interop.weights import Weights
 from crius.table import aligned
+from crius.tokens.renderer import render_chats
 from crius.tools.evaluate.encode import Encoder, Row
 from crius.tools.evaluate.metrics import Figure, Score, as_json, figures
 from crius.tools.evaluate.record import Key, Record

@@ -11,9 +11,6 @@ from torch.overrides import TorchFunctionMode
 from crius.checkpoint.pieces import TensorSource
 from crius.checkpoint.plain import load_whole
 from crius.config.data import TokenizerConfig
-from crius.data.chat.renderer import render_chat
-from crius.data.chat.template import END_OF_TURN, special_tokens
-from crius.data.tokenizer import Tokenizer, build_tokenizer
 from crius.errors import ConfigError, EnvironmentError
 from crius.host import free_host_bytes
 from crius.interop.kept import EOS_ID, GENERATION, ids_of
@@ -27,6 +24,9 @@ from crius.models.layers import Linear
 from crius.named import all_state
 from crius.parallel.allocate import allocate
 from crius.parallel.runtime import pick_device
+from crius.tokens.renderer import render_chat
+from crius.tokens.template import END_OF_TURN, special_tokens
+from crius.tokens.tokenizer import Tokenizer, build_tokenizer
 from crius.tools.generate.settings import Prompt, Settings
 from crius.units import GIB
 

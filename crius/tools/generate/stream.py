@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crius.data.tokenizer import Tokenizer
+from crius.tokens.tokenizer import Tokenizer
 
 _CONTEXT = 5
 """Ids before the newest id that are decoded with it: some tokenizers write a space that depends on them."""

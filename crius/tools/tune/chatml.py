@@ -4,9 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
-from crius.data.chat.template import folder_of, read_object
-from crius.data.tokenizer_files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from crius.interop.weights import open_weights
+from crius.tokens.files import TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from crius.tokens.template import folder_of, read_object
 from crius.tools.convert.new_folder import new_folder
 from crius.tools.tune.choices import Choices
 

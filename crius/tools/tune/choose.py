@@ -10,10 +10,10 @@ from crius.config.facts import Facts
 from crius.data.chat.conversations import Conversation, read_conversations
 from crius.data.documents import find_files
 from crius.data.samples import SampleSource
-from crius.data.tokenizer import Tokenizer
 from crius.errors import ConfigError, DataError, OutOfMemoryError
 from crius.interop.context import longest_context
 from crius.interop.weights import open_weights
+from crius.tokens.tokenizer import Tokenizer
 from crius.tools.tune.choices import (
     LEAST_STEPS,
     MOST_BATCH,

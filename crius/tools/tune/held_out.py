@@ -12,8 +12,8 @@ import torch
 
 from crius.data.samples import SampleSource
 from crius.data.source import NO_LABEL
-from crius.data.tokenizer import Tokenizer
 from crius.redact import printable
+from crius.tokens.tokenizer import Tokenizer
 from crius.tools.generate.run import answer_ids
 from crius.tools.generate.settings import Settings
 from crius.tools.generate.source import Source

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crius.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
 from crius.errors import DataError
+from crius.tokens.files import TEMPLATE, TOKENIZER_CONFIG
 from crius.untrusted import parse_json, read_linked
 
 LARGEST_TEXT = 1 << 20

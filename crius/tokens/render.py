@@ -1,6 +1,6 @@
 """Renders an untrusted chat template in a separate process, with limits on time and memory.
 
-It imports nothing of Crius and is started by ``crius.data.chat.renderer``. It reads JSON, one value per line. The first
+It imports nothing of Crius and is started by ``crius.tokens.renderer``. It reads JSON, one value per line. The first
 line has the arguments of ``Template`` and the limits ``cpu_seconds`` per task and ``memory_bytes``; the answer is
 ``{"keys"}``. The following lines are lists of tasks. A task has ``messages`` and ``tools``, ``prompt`` if the text up
 to the assistant's answer is wanted, and ``others``, places of messages whose text is wanted although another role says

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crius.data.lock import locked
+from crius.cache_lock import locked
 from crius.errors import ConfigError, DataError, EnvironmentError, MissingPathError
 from crius.host import python_path, user_cache
 from crius.plugins import REQUIREMENTS, install_line
@@ -329,7 +329,7 @@ def _in_a_process(file: Path, folder: Path) -> dict[str, Any]:
     quiet = {"TIKTOKEN_CACHE_DIR": "", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-W", "ignore", "-m", "crius.data.tokenizer_conversion"],
+            [sys.executable, "-P", "-W", "ignore", "-m", "crius.tokens.conversion"],
             input=json.dumps({"file": str(file), "folder": str(folder)}),
             text=True,
             errors="replace",

@@ -13,18 +13,19 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from crius.config.data import TokenizerConfig
-from crius.data.source import MarkedText, TokenArray
-from crius.data.tokenizer_files import TOKENIZER_CONFIG, read_file, tokenizer_file
 from crius.errors import DataError, EnvironmentError
 from crius.host import python_path
 from crius.plugins import install_line
+from crius.tokens.files import TOKENIZER_CONFIG, read_file, tokenizer_file
 from crius.untrusted import parse_json, read_linked
+
+TokenArray = npt.NDArray[np.integer[Any]]
 
 EOS_NAMES = (
     "<|end_of_text|>",  # Llama 3
@@ -61,6 +62,20 @@ _MEMORY_BYTES = 5 << 28
 """Most memory of the trial: the largest tokenizers in use, of 34 MB, take half of it."""
 
 _REGEX = re.compile(rb'"Regex":\s*("(?:[^"\\]|\\.)*")')
+
+
+class MarkedText(NamedTuple):
+    """The tokens of a text, with their places in the text.
+
+    Attributes:
+        ids: ``(tokens,)``, ids as from ``Tokenizer.encode_marked``.
+        starts: ``(tokens,)``, index of the first character of each token.
+        ends: ``(tokens,)``, index after its last character; a character of several tokens is in the range of each.
+    """
+
+    ids: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
 
 
 class Tokenizer(ABC):
@@ -368,7 +383,7 @@ def spelled(token: Any) -> str:
 
 
 def _try_out(content: bytes, digest: str, path: str) -> None:
-    """Try a tokenizer.json, once, in a process with limits: see ``crius.data.trial``.
+    """Try a tokenizer.json, once, in a process with limits: see ``crius.tokens.trial``.
 
     Raises:
         DataError: the library crashes, or takes too much, on loading it or on a text.

@@ -1,4 +1,4 @@
-"""Converts Mistral's tekken.json to a tokenizer.json: ``python -m crius.data.tokenizer_conversion``.
+"""Converts Mistral's tekken.json to a tokenizer.json: ``python -m crius.tokens.conversion``.
 
 It runs in a separate process: transformers takes long to import, and the file may be untrusted. It reads a job from
 stdin and prints the result as JSON. transformers converts the file. Then the ids of many texts are compared with those
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crius.data.tokenizer import HuggingFaceTokenizer, spelled
-from crius.data.tokenizer_files import ADDED_TOKENS, PACKAGES, TEKKEN, TOKENIZER, TOKENIZER_CONFIG, missing, refused
 from crius.errors import CriusError, DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
 from crius.strict_json import load_object
+from crius.tokens.files import ADDED_TOKENS, PACKAGES, TEKKEN, TOKENIZER, TOKENIZER_CONFIG, missing, refused
+from crius.tokens.tokenizer import HuggingFaceTokenizer, spelled
 from crius.untrusted import HUGE, parse_json, read_named
 
 MOST_MEMORY = 16 << 30

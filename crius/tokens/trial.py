@@ -1,7 +1,7 @@
 """Tries an untrusted tokenizer.json in a separate process, with limits on time and memory.
 
-It imports nothing of Crius and is started by ``crius.data.tokenizer``. It takes the seconds and the bytes of memory as
-arguments and the file from standard input, and encodes 100 texts. It writes JSON: ``{"text"}`` before each text, and
+It imports nothing of Crius and is started by ``crius.tokens.tokenizer``. It takes the seconds and the bytes of memory
+as arguments and the file from standard input, and encodes 100 texts. It writes JSON: ``{"text"}`` before each text, and
 ``{"tokens"}``, their number, after it; ``{"end"}`` after the last text. Without an end the library crashed, or took too
 much.
 """

@@ -1,0 +1,1 @@
+"""Tokenizers, their files, and chat templates. No torch."""
