@@ -15,6 +15,7 @@ from crius.cli.app import (
     run_dir,
     verify_app,
 )
+from crius.config.layout import parse_layout
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 from crius.config.training import SET_BY_FORMAT
@@ -41,6 +42,7 @@ def parity(
 
     Takes the flags of train. Exit code 1 if a layout differs by more than the tolerance.
     """
+    _check_layouts(layouts)
     from crius.tools.verify.compare import parity
 
     folder = _verify_folder(run)
@@ -61,6 +63,7 @@ def init(
     as_json: Json = False,
 ) -> int:
     """Start the weights on layouts and print a hash of each; all must be equal. Takes the flags of train."""
+    _check_layouts(layouts)
     from crius.tools.verify.init import init
 
     return init(
@@ -81,6 +84,7 @@ def compile_(
     as_json: Json = False,
 ) -> int:
     """Train layouts eager and compiled, and compare loss, gradient norm and weights. Takes the flags of train."""
+    _check_layouts(layouts)
     from crius.tools.verify.compare import compile
 
     folder = _verify_folder(run)
@@ -113,6 +117,7 @@ def resume(
     Takes the flags of train, with all degrees. Exit code 1 if a loss, a gradient norm, weights, optimizer state or a
     sample differs by a bit, or if a kill did not happen.
     """
+    _check_layouts(layouts)
     from crius.tools.verify.resume import resume
     from crius.tools.verify.starts import SET_BY_VERB
 
@@ -160,6 +165,7 @@ def chaos(
     Takes the flags of train, with all degrees. Exit code 1 if a loss, a gradient norm, weights, optimizer state or a
     sample differs by a bit, if a kill did not happen, or if a process is left.
     """
+    _check_layouts(layouts)
     from crius.tools.verify.chaos import chaos
     from crius.tools.verify.starts import DATA_PARALLEL, SET_BY_VERB
 
@@ -225,6 +231,7 @@ def precision(
     Takes the flags of train; training.mixed_precision_param applies to the reference and to all formats. Exit code 1 if
     a curve ends further away than the tolerance, or a format converted no linear layer.
     """
+    _check_layouts(layout)
     from crius.tools.verify.precision import precision
 
     refuse_given(SET_BY_FORMAT, "a format sets them", "--formats float8_rowwise")
@@ -239,6 +246,16 @@ def precision(
         timeout=timeout,
         as_json=as_json,
     )
+
+
+def _check_layouts(layouts: str) -> None:
+    """Refuse what is not a layout before torch is imported.
+
+    Raises:
+        ConfigError: names it.
+    """
+    for layout in layouts.split(",") if layouts else ():
+        parse_layout(layout)
 
 
 def _verify_folder(run: RunConfig, instead: str = "--layouts, such as fsdp2_tp2 or pp2_accum2") -> Path:

@@ -14,10 +14,10 @@ from hostile.damage import TEMPLATES
 from tiny_source import CHATML, runner, save_source
 
 from crius import cli
-from crius.data.chat import renderer
 from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.interop.weights import open_weights
 from crius.kernels import choice
+from crius.tokens import renderer
 from crius.tokens.renderer import render_chat
 from crius.tokens.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.tools.generate.settings import Settings, read_prompts

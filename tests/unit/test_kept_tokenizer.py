@@ -18,11 +18,11 @@ from crius.checkpoint.manifest import MANIFEST, Manifest
 from crius.checkpoint.names import step_name
 from crius.cli.settings import config_of
 from crius.config.data import TokenizerConfig
-from crius.data import tokenizer_files
 from crius.errors import ConfigError
 from crius.interop.kept import Origin, files_to_keep
 from crius.interop.weights import open_weights
 from crius.kernels import choice
+from crius.tokens import files as tokenizer_files
 from crius.tokens.tokenizer import ByteTokenizer, build_tokenizer
 from crius.tools.convert import exporting
 from crius.train.inputs import check_resume
