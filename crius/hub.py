@@ -52,7 +52,7 @@ def hub_name(path: str) -> HubName | None:
 
 def _is_near(owner: str, last: str) -> bool:
     """Whether ``last`` is in a folder here whose name is nearly ``owner``."""
-    folders = [entry.name for entry in os.scandir() if entry.is_dir()]
+    folders = [entry.name for entry in os.scandir() if os.path.isdir(entry)]
     return any(os.path.exists(os.path.join(folder, last)) for folder in difflib.get_close_matches(owner, folders))
 
 

@@ -403,8 +403,9 @@ def _try_out(content: bytes, digest: str, path: str) -> None:
         )
         for answer in map(json.loads, done.stdout.splitlines()):
             text = answer.get("text", text)
-            if answer.get("tokens", 0) > _most_of(text):
-                raise _cannot_encode(path, text, _too_many(answer["tokens"], text), content)
+            for unit in ("characters", "tokens"):
+                if answer.get(unit, 0) > _most_of(text):
+                    raise _cannot_encode(path, text, _too_many(answer[unit], text, unit), content)
             if "end" in answer:
                 _TRIED.add(digest)
                 return
@@ -420,8 +421,8 @@ def _most_of(text: str) -> int:
     return 1024 + 64 * len(text)
 
 
-def _too_many(tokens: int, text: str) -> str:
-    return f"it makes {tokens:,} tokens of {len(text):,} characters"
+def _too_many(number: int, text: str, unit: str = "tokens") -> str:
+    return f"it makes {number:,} {unit} of {len(text):,} characters"
 
 
 def _cannot_encode(name: str, text: str, reason: str, content: bytes) -> DataError:

@@ -1,15 +1,18 @@
 """Tries an untrusted tokenizer.json in a separate process, with limits on time and memory.
 
 It imports nothing of Crius and is started by ``crius.tokens.tokenizer``. It takes the seconds and the bytes of memory
-as arguments and the file from standard input, and encodes 100 texts. It writes JSON: ``{"text"}`` before each text, and
-``{"tokens"}``, their number, after it; ``{"end"}`` after the last text. Without an end the library crashed, or took too
-much.
+as arguments and the file from standard input, and encodes 100 texts. It writes JSON: ``{"text"}`` before each text;
+after it ``{"characters"}``, their number after each step of the normalizer, and ``{"tokens"}``, the number of these;
+``{"end"}`` after the last text. Without an end the library crashed, or took too much.
 """
 
 import json
 import resource
 import sys
 from typing import Any
+
+_EMPTY = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+"""A tokenizer.json without ids."""
 
 _LETTERS = 100
 """Length of a run of one character: a regular expression that tries all ways to split it has no end."""
@@ -23,6 +26,19 @@ def _texts(content: str) -> list[str]:
     runs = [chr(code) * _LETTERS + "\u00a4" for code in range(32, 127)]
     words = "Hello, World! It's 1,234.5 \n\n\tdef f(x): return x  "
     return [" ".join(filter(None, replaced))[: 1 << 14], words, *scripts, *runs]
+
+
+def _steps(content: str) -> list[dict[str, Any]]:
+    """The normalizers of a file, which change a text one after the other."""
+    waiting = [json.loads(content).get("normalizer")]
+    found: list[dict[str, Any]] = []
+    while waiting:
+        step = waiting.pop(0)
+        if step and step["type"] == "Sequence":
+            waiting = step["normalizers"] + waiting
+        elif step:
+            found.append(step)
+    return found
 
 
 def main() -> None:
@@ -41,9 +57,14 @@ def main() -> None:
     model.no_truncation()
     model.no_padding()
     model.encode_special_tokens = True
+    steps = [Tokenizer.from_str(json.dumps(_EMPTY | {"normalizer": step})).normalizer for step in _steps(content)]
     for text in _texts(content):
         _write(text=text)
         try:
+            normalised = text
+            for step in steps:
+                normalised = step.normalize_str(normalised)
+                _write(characters=len(normalised))
             ids = model.encode(text, add_special_tokens=False).ids
         except Exception:  # it may have no token for the text
             continue

@@ -176,10 +176,20 @@ RUNAWAYS = {
     "7_replaces": {"normalizer": sequence("Replace", 7, pattern={"String": "e"}, content="e" * 8000)},
     "50_prepends": {"normalizer": sequence("Prepend", 50, prepend="a" * 1000)},
     "regex": {"pre_tokenizer": split("(a+)+$")},
+    "long_and_short": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 8000},
+                {"type": "Replace", "pattern": {"Regex": "e+"}, "content": "e"},
+            ],
+        }
+    },
 }
 REASONS = {
-    "7_replaces": r"takes more than 1\.25 GiB(?s:.)*begins 'e e e",
-    "50_prepends": r"makes 50,0\d\d tokens of 50 characters(?s:.)*begins \"Hello",
+    "7_replaces": r"makes 56,006 characters of 13 characters(?s:.)*begins 'e e e",
+    "50_prepends": r"makes 5,050 characters of 50 characters(?s:.)*begins \"Hello",
+    "long_and_short": r"makes 8,000 characters of 1 characters",
     "regex": r"retry-limit(?s:.)*begins 'aaa(?s:.)*\"\(a\+\)\+\$\"",
 }
 

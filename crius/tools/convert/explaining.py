@@ -145,7 +145,7 @@ def _files(folder: Path, adapter: str) -> Iterator[tuple[str, str]]:
         used[INDEX] = "names the files of the weights"
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         reason = _LEFT_OUT.get(Path(entry.name).suffix, "an import does not need it")
-        if entry.is_dir():
+        if os.path.isdir(entry):
             reason = "a folder"
         elif entry.name == INDEX:
             reason = f"{WHOLE} is there"

@@ -111,7 +111,7 @@ def is_run(path: Path) -> bool:
 
 def _folders(path: Path) -> list[Path]:
     try:
-        return [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
+        return [Path(entry.path) for entry in os.scandir(path) if os.path.isdir(entry)]
     except OSError:  # a folder of another user
         return []
 
