@@ -202,7 +202,7 @@ class Argument:
 Arguments = Mapping[str, Argument]
 """Arguments of a verb by name."""
 
-_WORDS_OF_BOOL = {
+WORDS_OF_BOOL = {
     **dict.fromkeys(("true", "t", "yes", "y", "1"), True),
     **dict.fromkeys(("false", "f", "no", "n", "0"), False),
 }
@@ -221,8 +221,8 @@ def converted(hint: Any, text: str) -> Any:
             if text in get_args(kind):
                 return text
         elif kind is bool:
-            if text.lower() in _WORDS_OF_BOOL:
-                return _WORDS_OF_BOOL[text.lower()]
+            if text.lower() in WORDS_OF_BOOL:
+                return WORDS_OF_BOOL[text.lower()]
         elif kind is int:
             if (number := whole_number(text)) is not None:
                 return number

@@ -5,13 +5,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from crius.config.arguments import Argument, Arguments
+from crius.config.arguments import WORDS_OF_BOOL, Argument, Arguments
 from crius.config.names import PLAN_SHORT, SHORT, explained, stray, unknown
 from crius.config.other_trainers import ALIASES
 from crius.errors import ConfigError, CriusError
 
 SOURCE = "command line"
-_NEGATED = {"true": "false", "false": "true"}
+_NEGATED = {word: str(not value).lower() for word, value in WORDS_OF_BOOL.items()}
 
 
 def named(flag: str, arguments: Arguments) -> tuple[Argument | None, bool]:
@@ -124,7 +124,7 @@ class Reader:
         """Take the next word, if it is the value of ``argument``, whose flag was read."""
         following = self._left[0] if self._left else "--"
         if argument.setting.is_switch:
-            is_value = following.lower() in _NEGATED
+            is_value = following.lower() in ("true", "false")
         else:
             is_value = following != "--" and (argument.setting.option.takes_hyphen or not is_flag(following))
         return self._left.popleft() if is_value else None

@@ -49,6 +49,7 @@ def test_edits_are_insertions_deletions_replacements_and_swaps(a, b, number):
         (["--parallelism.reshard_after_forward_mode", "4"], {"parallelism.reshard_after_forward_mode": 4}),
         (["--activation-checkpoint.selective-option", "op"], {"activation_checkpoint.selective_option": "op"}),
         (["--model.tied_embeddings=No"], {"model.tied_embeddings": False}),
+        (["--compile.no_enable=yes", "--data.no_shuffle=0"], {"compile.enable": False, "data.shuffle": True}),
     ],
 )
 def test_words_become_values(words, given):
