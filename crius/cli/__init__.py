@@ -84,10 +84,10 @@ def _run(words: list[str]) -> int:
     Raises:
         CriusError: the words are wrong, or the verb failed.
     """
-    verb, rest = app.find(words)
-    if rest[:1] == ["--version"] and verb is app:
+    if words[:1] == ["--version"]:
         emit(__version__)
         return 0
+    verb, rest = app.find(words)
     if isinstance(verb, Verbs) or (any(word.partition("=")[0] in HELP_FLAGS for word in rest) and not verb.takes_all):
         emit(help_text(verb, rest))
         return 0

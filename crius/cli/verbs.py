@@ -141,7 +141,7 @@ class Verbs:
         Raises:
             ConfigError: the group has no such verb.
         """
-        if not words or words[0].startswith("-"):
+        if not words or words[0] in HELP_FLAGS:
             return self, list(words)
         first, *rest = words
         found = self.members.get(first)

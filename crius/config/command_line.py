@@ -11,7 +11,7 @@ from crius.config.other_trainers import ALIASES
 from crius.errors import ConfigError, CriusError
 
 SOURCE = "command line"
-_NEGATED = {word: str(not value).lower() for word, value in WORDS_OF_BOOL.items()}
+_NEGATED = {word: str(not value) for word, value in WORDS_OF_BOOL.items()}
 
 
 def named(flag: str, arguments: Arguments) -> tuple[Argument | None, bool]:
@@ -121,7 +121,7 @@ class Reader:
                 yield ConfigError(f"{argument.shown} is missing.", where=SOURCE, fix=fix)
 
     def _value_after(self, argument: Argument) -> str | None:
-        """Take the next word, if it is the value of ``argument``, whose flag was read."""
+        """Take the next word if it is the value of ``argument``."""
         following = self._left[0] if self._left else "--"
         if argument.setting.is_switch:
             is_value = following.lower() in ("true", "false")

@@ -96,6 +96,13 @@ def test_an_unknown_section_is_an_error_that_lists_them(crius, argv, said):
     assert all(words in err for words in said), err
 
 
+@pytest.mark.parametrize("argv", ["-V", "--version=3", "verify --steps 3", "config --json show"])
+def test_a_flag_in_place_of_a_verb_is_an_error(crius, argv):
+    code, out, err = crius(*argv.split())
+    assert (code, out) == (2, "")
+    assert "is not a verb of crius" in err
+
+
 def test_a_verb_may_follow_help_where_verbs_are_listed(crius):
     assert "Takes the flags of train" in crius("verify", "--help")[1]
     assert "--seed" in crius("generate", "--help", "all")[1]
