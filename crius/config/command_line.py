@@ -85,6 +85,7 @@ class Reader:
         """Give the words to their arguments; yields what is wrong with them."""
         self._left = deque(words)
         self._open = list(self.positional)
+        self._words: set[str] = set()  # arguments that a word without a flag was given for
         self._unknown: dict[str, list[str]] = {}  # flag to values
         strays: list[ConfigError] = []
         empty: list[ConfigError] = []
@@ -110,6 +111,8 @@ class Reader:
                 continue
             if is_negative:
                 text = _NEGATED.get(text.lower(), text)
+            if argument.name in self._words:
+                strays.append(stray(argument.text, self.verb))
             argument.give([*argument.texts, text] if argument.setting.is_list else [text], SOURCE)
         yield from empty
         for flag, values in self._unknown.items():
@@ -137,6 +140,7 @@ class Reader:
             return False
         argument = self.arguments[self._open.pop(0) if self._open else self.rest]
         argument.give([*argument.texts, word], SOURCE)
+        self._words.add(argument.name)
         return True
 
     def _take_unknown(self, word: str) -> None:

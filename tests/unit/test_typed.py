@@ -64,6 +64,8 @@ def test_all_mistakes_of_a_command_line_are_found():
     found = [error.what for error in Reader("generate", verb.arguments(), positional=["source"]).read(words)]
     said = ["--top_k has no value.", "unknown flag --zzz: there is no such setting.", "c does not belong to a flag."]
     assert found == said
+    twice = Reader("generate", verb.arguments(), positional=["source"]).read(["a", "--source", "b"])
+    assert [error.what for error in twice] == ["a does not belong to a flag."]
 
 
 @pytest.mark.parametrize(
