@@ -213,7 +213,11 @@ def test_a_run_repeats_another_one_by_its_file(left, folder):
         ({"model": {"num_layers": 1}}, (), 'model is a section.*"model.name"'),
         ({}, None, "None is not a list of sinks"),
         ({}, [object()], "is not a sink.*write"),
-        (replace_fields(RunConfig(), {"optimizer.name": "x"}), (), '"x" for optimizer.name from crius.run'),
+        (
+            replace_fields(RunConfig(), {"optimizer.name": "x"}),
+            (),
+            r"optimizer.name x is not one of adamw, muon.\n  from   optimizer.name \(crius.run\)",
+        ),
     ],
 )
 def test_arguments_of_another_type_are_config_errors(config, sinks, said, tmp_path, monkeypatch):
