@@ -269,7 +269,7 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_u
 
 def batch_unit(training: TrainingConfig, data_parallel_ranks: int, microbatch_unit: int = 1) -> int:
     """Sequences of which a ``global_batch_size`` that is not given is a multiple; see ``batch_sizes``."""
-    microbatches = training.virtual_shards if training.reproducible else data_parallel_ranks * microbatch_unit
+    microbatches = max(1, training.virtual_shards) if training.reproducible else data_parallel_ranks * microbatch_unit
     return microbatches * max(1, training.local_batch_size)
 
 

@@ -133,6 +133,12 @@ def test_ranks_that_are_no_power_of_two_are_told_to_be():
     assert error.fix == "other degrees of [parallelism]"
 
 
+@pytest.mark.parametrize("shards", ["0", "-2"])
+def test_no_virtual_shards_are_refused_by_every_rule_that_counts_with_them(shards):
+    found = [problem.what for rule in rules.RULES for problem in rule(facts_of([ON, SHARDS, shards]))]
+    assert found == [f"training.virtual_shards {shards} must be at least 1."]
+
+
 def test_a_batch_that_is_no_multiple_of_the_virtual_shards_is_refused_once():
     flags = [ON, SHARD, "2", GLOBAL, "12"]
     [error] = [problem for rule in rules.RULES for problem in rule(facts_of(flags))]
