@@ -18,27 +18,28 @@ _LETTERS = 100
 """Length of a run of one character: a regular expression that tries all ways to split it has no end."""
 
 
-def _texts(content: str) -> list[str]:
-    """What the file replaces, words, signs of many scripts, and a run of each character of ASCII."""
+def _read(content: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """The texts to try on a file: what it replaces, words, signs of many scripts, and a run of each character of ASCII.
+    Then the steps of its normalizer, which change a text one after the other.
+    """
     replaced: list[str] = []
-    json.loads(content, object_hook=lambda node: replaced.append(str(node.get("String", ""))))
-    scripts = ["".join(map(chr, range(start, start + 0x1F00))) for start in (0xA0, 0x2000, 0xAC00)]
-    runs = [chr(code) * _LETTERS + "\u00a4" for code in range(32, 127)]
-    words = "Hello, World! It's 1,234.5 \n\n\tdef f(x): return x  "
-    return [" ".join(filter(None, replaced))[: 1 << 14], words, *scripts, *runs]
 
+    def noted(node: dict[str, Any]) -> dict[str, Any]:
+        replaced.append(str(node.get("String", "")))
+        return node
 
-def _steps(content: str) -> list[dict[str, Any]]:
-    """The normalizers of a file, which change a text one after the other."""
-    waiting = [json.loads(content).get("normalizer")]
-    found: list[dict[str, Any]] = []
+    waiting = [json.loads(content, object_hook=noted).get("normalizer")]
+    steps: list[dict[str, Any]] = []
     while waiting:
         step = waiting.pop(0)
         if step and step["type"] == "Sequence":
             waiting = step["normalizers"] + waiting
         elif step:
-            found.append(step)
-    return found
+            steps.append(step)
+    scripts = ["".join(map(chr, range(start, start + 0x1F00))) for start in (0xA0, 0x2000, 0xAC00)]
+    runs = [chr(code) * _LETTERS + "\u00a4" for code in range(32, 127)]
+    words = "Hello, World! It's 1,234.5 \n\n\tdef f(x): return x  "
+    return [" ".join(filter(None, replaced))[: 1 << 14], words, *scripts, *runs], steps
 
 
 def main() -> None:
@@ -57,8 +58,9 @@ def main() -> None:
     model.no_truncation()
     model.no_padding()
     model.encode_special_tokens = True
-    steps = [Tokenizer.from_str(json.dumps(_EMPTY | {"normalizer": step})).normalizer for step in _steps(content)]
-    for text in _texts(content):
+    texts, specs = _read(content)
+    steps = [Tokenizer.from_str(json.dumps(_EMPTY | {"normalizer": spec})).normalizer for spec in specs]
+    for text in texts:
         _write(text=text)
         try:
             normalised = text
