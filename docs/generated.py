@@ -7,11 +7,11 @@ import runpy
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from crius.cli import VERBS, add_verbs, app
 from crius.cli.verbs import Verb, Verbs
-from crius.config.arguments import Setting, settings_of
+from crius.config.arguments import Setting, alternatives, settings_of
 from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
 from crius.config.toml_file import COMMAND_LINE_ONLY, flatten
@@ -53,8 +53,9 @@ def _setting(setting: Setting) -> str:
 
 def _type(hint: Any) -> str:
     """A type in words; a setting that may be unset says so by its default."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_type(part) for part in get_args(hint) if part is not types.NoneType)
+    kinds = alternatives(hint)
+    if len(kinds) > 1:
+        return " or ".join(_type(kind) for kind in kinds if kind is not types.NoneType)
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(_value, get_args(hint)))}"
     if get_origin(hint) is tuple:

@@ -1,13 +1,13 @@
 """The arguments of ``crius.run``, checked and as words of a command line."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from crius.cli.app import train_verb
+from crius.config.arguments import settings_of
 from crius.config.changes import flag
 from crius.config.names import SHORT, unknown
 from crius.config.other_trainers import ALIASES
@@ -25,7 +25,9 @@ _OPTIONS = {
 }
 """Options of ``crius train`` that are not settings, and what to do in place of each."""
 
-_NAMES = {*flatten(RunConfig()), *SHORT, "config", "layout"}
+_SETTINGS = {setting.name: setting for setting in settings_of(RunConfig)}
+
+_NAMES = {*_SETTINGS, *SHORT, "config", "layout"}
 
 _FLAG = re.compile(r"--([\w.]+)(?:(?: |=)('[^']*'|[\w./*+-]+))?")
 _FIX = "  fix    "
@@ -66,17 +68,18 @@ def _wrong_value(name: Any, value: Any) -> list[CriusError]:
         return [ConfigError(what, where="crius.run", fix=_OPTIONS[name] or "leave it out")]
     if value is None and ALIASES.get(name, SHORT.get(name, name)) not in _NAMES:
         return [unknown("setting", name, _NAMES, "crius.run")]
-    hint: Any = RunConfig
-    for part in (ALIASES | SHORT).get(name, name).split("."):
-        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
-    if dataclasses.is_dataclass(hint):
-        fix = f'name its settings, such as "{name}.{dataclasses.fields(hint)[0].name}"'
+    inner = next((setting for setting in _SETTINGS if setting.startswith(f"{name}.")), "")
+    if inner:
+        fix = f'name its settings, such as "{inner}"'
         return [ConfigError(f"{name} is a section, not a setting.", where="crius.run", fix=fix)]
+    setting = _SETTINGS.get((ALIASES | SHORT).get(name, name))
     if isinstance(value, (list, tuple)):
         value = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in value]
     elif not isinstance(value, bool):
         return []
-    return [] if hint is None or takes(hint, value) else [wrong_kind(name, value, hint, "crius.run")]
+    if setting is None or takes(setting.hint, value):
+        return []
+    return [wrong_kind(name, value, setting.hint, "crius.run")]
 
 
 def words_of(config: RunConfig | Mapping[str, Any], recipe: str, scratch: Path) -> list[str]:

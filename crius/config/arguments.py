@@ -176,7 +176,8 @@ class Argument:
     @property
     def where(self) -> str:
         """The flag and where it is from, for errors."""
-        return f"{'' if self.setting.takes_word else '--'}{self.shown.removeprefix('--')} ({self.source})"
+        written = self.shown if self.setting.takes_word else f"--{self.name}"
+        return f"{written} ({self.source})"
 
     def give(self, texts: Sequence[str], source: str) -> None:
         """Replace what was given."""

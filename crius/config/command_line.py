@@ -21,9 +21,7 @@ def named(flag: str, arguments: Arguments) -> tuple[Argument | None, bool]:
     """
     name = flag.removeprefix("--").replace("-", "_")
     if name not in arguments:
-        short = SHORT if "recipe" in arguments else {}
-        short = short | PLAN_SHORT if "gpus" in arguments else short
-        name = (ALIASES | short).get(name, name)
+        name = (ALIASES | _short_forms(arguments)).get(name, name)
     section, dot, leaf = name.rpartition(".")
     positive = f"{section}{dot}{leaf.removeprefix('no_')}"
     argument = arguments.get(name) or arguments.get(positive)
@@ -31,6 +29,13 @@ def named(flag: str, arguments: Arguments) -> tuple[Argument | None, bool]:
     if argument is None or not argument.setting.has_flag or (is_negative and not argument.setting.negative):
         return None, False
     return argument, is_negative
+
+
+def _short_forms(arguments: Arguments) -> dict[str, str]:
+    """Short names of flags that a verb takes besides its own."""
+    if "gpus" in arguments:
+        return SHORT | PLAN_SHORT
+    return SHORT if "recipe" in arguments else {}
 
 
 def last_of_each(words: Sequence[str], arguments: Arguments) -> list[str]:
@@ -161,6 +166,4 @@ class Reader:
     def _names(self) -> list[str]:
         """Names of the flags that there are, with short forms."""
         names = [name for name, argument in self.arguments.items() if argument.setting.has_flag]
-        if "gpus" in self.arguments:
-            return [*names, *SHORT, *PLAN_SHORT]
-        return [*names, *SHORT] if "recipe" in self.arguments else names
+        return [*names, *_short_forms(self.arguments)]

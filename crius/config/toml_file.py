@@ -5,14 +5,13 @@ import dataclasses
 import itertools
 import json
 import re
-import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
 
-from crius.config.arguments import choices_of, in_words
+from crius.config.arguments import alternatives, choices_of, in_words
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.redact import HIDDEN, redact_value
@@ -131,9 +130,10 @@ def _depth(table: dict[str, Any]) -> int:
 
 def takes(hint: Any, value: Any) -> bool:
     """Whether a TOML value has the type of a setting. Ranges and choices are checked later."""
+    kinds = alternatives(hint)
+    if len(kinds) > 1:
+        return any(takes(kind, value) for kind in kinds)
     origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return any(takes(part, value) for part in get_args(hint))
     if origin is tuple:
         return all(takes(get_args(hint)[0], item) for item in (value if isinstance(value, list) else [value]))
     if origin is Literal or hint in (str, Path):
