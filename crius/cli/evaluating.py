@@ -38,9 +38,9 @@ def evaluate(
     theirs = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
     read = read_tasks([name for name in names if not name.startswith(LM_EVAL)], settings.limit)
     from crius.interop.hub import located
-    from crius.interop.weights import open_weights
+    from crius.tools.generate.checked import open_source
 
-    weights = open_weights(located(source))  # a wrong source is refused before torch is imported
+    weights = open_source(located(source), settings.of_source)
     need_torch()
     from crius.tools.evaluate.run import evaluate as score
 

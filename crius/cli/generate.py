@@ -29,10 +29,10 @@ def generate(
     settings.check()
     prompts = read_prompts(prompt, prompt_file, chat=settings.chat)
     from crius.interop.hub import located
-    from crius.interop.weights import open_weights
+    from crius.tools.generate.checked import open_source
 
     source = located(source)
-    weights = open_weights(source)  # a wrong source is refused before torch is imported
+    weights = open_source(source, settings)
     need_torch()
     if settings.ranks > 1:
         from crius.tools.generate.split import run_split

@@ -18,6 +18,7 @@ from crius.checkpoint.names import MANIFEST, step_name
 from crius.checkpoint.pieces import Shape, TensorSource, misfits, rows_from, stacked, stored
 from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
+from crius.config.data import TokenizerConfig
 from crius.config.load import OF_EXPERTS, TAKEN
 from crius.config.lora import block_linears, saved_lora
 from crius.errors import CheckpointError, ConfigError, CriusError
@@ -43,6 +44,7 @@ from crius.models.rope import parse_rope_scaling, rope_scaling_text
 from crius.models.words import words_text
 from crius.tokens.files import TOKENIZER, original_file
 from crius.tokens.template import LARGEST_TEXT, find_template
+from crius.tokens.tokenizer import Tokenizer, build_tokenizer
 
 log = logging.getLogger("crius.interop")
 
@@ -110,6 +112,15 @@ class Weights:
     def facts(self) -> ModelDescription:
         """The description of the model."""
         return described(self.model)
+
+    @cached_property
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer; bytes if there is none.
+
+        Raises:
+            CriusError: its files cannot be used.
+        """
+        return build_tokenizer(TokenizerConfig(path=self.tokenizer or "byte", eos_token=self.eos_token))
 
     @cached_property
     def digest(self) -> str:

@@ -272,6 +272,12 @@ def visible_gpus(environ: Mapping[str, str], *, root: Path = Path("/"), torch_ve
     return min(count, present)
 
 
+def lacks_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether torch surely has no GPU here, without importing it. One for AMD GPUs, which are not counted, may have."""
+    is_for_amd = re.search(r"^hip\b[^=\n]*=\s*['\"]", _installed_torch_version(), re.MULTILINE)
+    return not is_for_amd and visible_gpus(environ) == 0
+
+
 def _installed_torch_version() -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from harness import ROOT
+from tiny_source import save_source
 
 import crius
 from crius import cli
@@ -57,6 +58,7 @@ def torch_seconds():
         (0.50, ["models"], 0, "gemma3_text"),
         (0.50, ["import", "/none", "--explain"], 2, "there is no /none"),
         (0.50, ["generate", "/none", "--prompt", "a"], 2, "/none is not a folder"),
+        (0.50, ["generate", "/none", "--prompt", "a", "--device", "cuda"], 1, "no GPU that torch can use"),
         (0.50, ["config", "show"], 0, "training.steps"),
         (0.50, ["config", "diff", "llama3_debug", "llama3_debug"], 0, "no difference"),
         (0.15, ["train", "--training.stepz", "3"], 2, "unknown flag --training.stepz"),
@@ -78,6 +80,19 @@ def test_it_answers_at_once_and_without_torch(share, argv, code, said, torch_sec
         if seconds < share * torch_seconds:
             break
     assert min(spent) < share * torch_seconds
+
+
+@pytest.mark.long
+def test_what_a_model_cannot_do_is_refused_without_torch(tmp_path):
+    save_source(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()  # has the chat template
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"context": "a", "continuation": "b"}\n')
+    for verb, *given in (("generate", "--prompt", "a"), ("evaluate", "--tasks", str(task))):
+        done, _ = run("-c", _MAIN, verb, str(tmp_path), *given, "--chat")
+        assert (done.returncode, done.stdout) == (2, "") and "has no chat template" in done.stderr
+        done, _ = run("-c", _MAIN, verb, str(tmp_path), *given, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+        assert (done.returncode, done.stdout) == (1, "") and "no GPU that torch can use" in done.stderr
 
 
 @pytest.mark.long

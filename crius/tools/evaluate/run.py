@@ -20,7 +20,6 @@ from crius.tools.evaluate.record import Key, Record
 from crius.tools.evaluate.score import batches, join, saves, score
 from crius.tools.evaluate.settings import Settings
 from crius.tools.evaluate.tasks import Document, Request, Task
-from crius.tools.generate.settings import Settings as SourceSettings
 from crius.tools.generate.source import Source, read_source
 
 _CPU_TOKENS = 256
@@ -144,8 +143,7 @@ def open_model(weights: Weights, settings: Settings) -> tuple[Source, Encoder]:
     Raises:
         CriusError: see ``read_source``.
     """
-    how = SourceSettings(device=settings.device, dtype=settings.dtype, chat=settings.chat)
-    source = read_source(weights, how, linear="torch")
+    source = read_source(weights, settings.of_source, linear="torch")
     max_length = settings.max_length or longest_context(source.weights)
     return source, Encoder(source.tokenizer, max_length, _prefix(source), settings.chat)
 

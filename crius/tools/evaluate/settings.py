@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from crius.tools.generate.settings import Settings as SourceSettings
 from crius.tools.generate.settings import refuse_out_of_range
 
 
@@ -32,6 +33,11 @@ class Settings:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of weights and computation. auto: bfloat16 on a GPU, else float32."""
+
+    @property
+    def of_source(self) -> SourceSettings:
+        """How the model is read."""
+        return SourceSettings(device=self.device, dtype=self.dtype, chat=self.chat)
 
     def check(self) -> None:
         """Compare all settings with their ranges.

@@ -10,8 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from crius.checkpoint.pieces import TensorSource
 from crius.checkpoint.plain import load_whole
-from crius.config.data import TokenizerConfig
-from crius.errors import ConfigError, EnvironmentError
+from crius.errors import EnvironmentError
 from crius.host import free_host_bytes
 from crius.interop.kept import EOS_ID, GENERATION, ids_of
 from crius.interop.weights import Weights
@@ -26,7 +25,7 @@ from crius.parallel.allocate import allocate
 from crius.parallel.runtime import pick_device
 from crius.tokens.renderer import render_chat
 from crius.tokens.template import END_OF_TURN, special_tokens
-from crius.tokens.tokenizer import Tokenizer, build_tokenizer
+from crius.tokens.tokenizer import Tokenizer
 from crius.tools.generate.settings import Prompt, Settings
 from crius.units import GIB
 
@@ -103,7 +102,7 @@ def read_source(
     """The model of a run folder, a checkpoint or a Hugging Face folder, with its tokenizer.
 
     Args:
-        weights: weights of the source.
+        weights: weights of the source, which can answer with ``settings`` (``crius.tools.generate.checked``).
         settings: settings that were checked.
         local_rank: local rank of this process.
         split: keeps only this rank's part of the model, before it takes memory.
@@ -111,11 +110,10 @@ def read_source(
         linear: kernel of linear layers, as in ``[kernels]``.
 
     Raises:
-        CriusError: the model cannot be read, or cannot answer with these settings.
+        CriusError: the model cannot be read.
     """
     facts = weights.facts
-    tokenizer = build_tokenizer(TokenizerConfig(path=weights.tokenizer or "byte", eos_token=weights.eos_token))
-    _check(weights, facts, tokenizer, settings)
+    tokenizer = weights.text_tokenizer
     device = pick_device(settings.device, local_rank, flag="--device")
     choose_kernels(device, linear)
     model = build_decoder(weights, settings.dtype, device, split, load)
@@ -170,44 +168,6 @@ def _words(weights: Weights, tokenizer: Tokenizer) -> tuple[dict[str, str], froz
     ends = {*ids_of(weights.said.get(GENERATION, {}).get(EOS_ID))}
     ends |= tokenizer.special_ids([*END_OF_TURN, special.get("eos_token", "")])
     return special, frozenset({tokenizer.eos_id, *ends})
-
-
-def _check(weights: Weights, facts: ModelDescription, tokenizer: Tokenizer, settings: Settings) -> None:
-    problems = []
-    what = ""
-    if not weights.tokenizer:
-        what = f"{weights.origin} has no tokenizer."
-    elif facts.vocab_size < tokenizer.vocab_size:
-        what = f"the tokenizer of {weights.origin} has {tokenizer.vocab_size:,} ids, the model {facts.vocab_size:,}."
-    if what:
-        fix = "put the tokenizer.json of this model into the folder"
-        problems.append(ConfigError(what, where="command line", fix=fix))
-    if settings.chat and not weights.chat_template:
-        problems.append(
-            ConfigError(
-                f"{weights.origin} has no chat template.",
-                where="--chat",
-                why="its tokenizer has none, like that of any model that was not trained on chats",
-                fix="leave out --chat, or put a chat_template.jinja next to its tokenizer.json",
-            )
-        )
-    ranks = settings.ranks
-    config = facts.config
-    for name in ("num_heads", "ffn_dim") if facts.dense[0] else ("num_heads",):  # experts are not split
-        if getattr(config, name) % ranks:
-            problems.append(_indivisible(f"{name} {getattr(config, name)}", ranks))
-    if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
-        problems.append(_indivisible(f"num_kv_heads {config.num_kv_heads}", ranks))
-    if problems:
-        raise ConfigError.together(problems)
-
-
-def _indivisible(what: str, ranks: int) -> ConfigError:
-    return ConfigError(
-        f"{what} cannot be split over {ranks} ranks.",
-        where="--parallelism.tensor_parallel_degree",
-        fix="give a divisor of it",
-    )
 
 
 def choose_kernels(device: torch.device, linear: Literal["auto", "torch"]) -> None:
