@@ -30,10 +30,12 @@ def new_folder(out: Path) -> Iterator[Path]:
     Raises:
         OSError: the disk cannot be written.
     """
+    absent = [folder for folder in out.parents if not folder.exists()]
     collect(out.parent, glob.escape(out.name))
     partial = out.with_name(f"{out.name}{PARTIAL}{uuid.uuid4().hex}")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ending_signals())
+        stack.callback(_remove_empty, absent)
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         while not partial.exists():  # another process may remove it before it is locked
             partial.mkdir(parents=True)
@@ -44,6 +46,13 @@ def new_folder(out: Path) -> Iterator[Path]:
             sync(path)
         partial.rename(out)
         sync(out.parent)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders, the innermost first, up to the first one that has anything."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def collect(folder: Path, name: str = "*") -> None:

@@ -112,6 +112,13 @@ def _checked(model: str, data: str, settings: Sequence[str]) -> str:
     place = path_of_model(model, data)
     if run.data.source in KINDS and run.data.source != "stdlib":
         find_files(run.data)
+    if run.data.source == "text":
+        raise ConfigError(
+            f"{data} has no conversations.",
+            where="command line",
+            why="they are rows of .jsonl, .csv or .parquet files; crius train also takes text",
+            fix=started("train", "--checkpoint.init_from", model, "--data.path", data),
+        )
     return place
 
 

@@ -165,7 +165,22 @@ BAD = {
         for name in ("input", "context", "history", "system_prompt")
     },
     "broken JSON": ('{"messages": [', "not JSON"),
+    "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pairs"),
 }
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"chosen": HI, "rejected": HI},
+    ],
+)
+def test_preference_pairs_are_read_with_the_columns_of_their_error(row, tmp_path):
+    file = write(tmp_path / "a.jsonl", row)
+    with pytest.raises(DataError) as caught:
+        read(file)
+    assert len(read(file, columns=tuple(caught.value.fix.split()[1::2]))) == 1
 
 
 @pytest.mark.parametrize("what", BAD)

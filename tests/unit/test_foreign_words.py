@@ -325,7 +325,8 @@ ELSEWHERE = {
     ),
     "TRL, DataCollatorForCompletionOnlyLM and SFTConfig": "loss_type response_template",
     "unsloth": "full_finetuning random_state use_gradient_checkpointing",
-    "lm-eval, Ollama and LitGPT": "gpu_type num_fewshot num_predict pretrained task",
+    "lm-eval, Ollama and LitGPT": "gpu_type model model_args num_fewshot num_predict pretrained task",
+    "llama.cpp, convert_hf_to_gguf.py": "outtype",
     "several programs, and habits": (
         "apply_chat_template aux_loss_coef aux_loss_coeff c capacity_factor cfg config_path context_length "
         "context_parallel_rotate_method cp data_parallel_size datasets ddp devices dp dpo ep epochs "

@@ -42,6 +42,15 @@ def test_a_writer_that_is_asked_to_end_leaves_nothing(number, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_writer_that_fails_leaves_no_folder_above_it(tmp_path):
+    with pytest.raises(ValueError, match="bad"), new_folder(tmp_path / "a" / "b" / "out"):
+        raise ValueError("bad")
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(tmp_path / "a" / "b" / "out") as partial:
+        (partial / "whole").write_text("a")
+    assert [path.name for path in (tmp_path / "a" / "b" / "out").iterdir()] == ["whole"]
+
+
 def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_that_is_being_written(tmp_path):
     assert ended(writer(tmp_path / "out"), signal.SIGKILL) == -signal.SIGKILL
     [left] = tmp_path.iterdir()

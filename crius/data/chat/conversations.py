@@ -224,6 +224,14 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
     pairs = [pair for pair in PAIRS if {*pair} <= {*names}]
     if len(pairs) == 1:
         return list(pairs[0])
+    if "chosen" in names and "rejected" in names:
+        wanted = [name for name in ("prompt", "chosen") if name in names]
+        raise DataError(
+            "these rows are preference pairs: chosen and rejected answers.",
+            where=where,
+            why="Crius trains on conversations, which the chosen answers can be",
+            fix=" ".join(f"{_FLAG} {name}" for name in wanted),
+        )
     likely = [*pairs, names, ("PROMPT", "COMPLETION")]
     first, second = next(pair for pair in likely if len(pair) == 2)
     raise DataError(
