@@ -33,7 +33,6 @@ from crius.errors import ConfigError
 from crius.launch.stop import PREEMPTED, caught_signals
 from crius.tools.report.runs import run_row
 from crius.tools.report.sweep import train
-from crius.tools.tune.choices import Choices
 
 
 @app.verb(train=train_verb)
@@ -49,8 +48,6 @@ def tune(
     Every flag of crius train may be given, and wins. Ctrl-C saves, and the same command continues.
     """
     need_torch()
-    from crius.tools.tune.choose import corpus_of
-    from crius.tools.tune.model import opened
     from crius.tools.tune.record import another, check_data, check_is_new, read_record, write_record
 
     given = _given(settings)
@@ -58,12 +55,16 @@ def tune(
     asked = [model, data, *settings]
     known = read_record(folder)
     if known.get("asked") == asked:
+        from crius.tools.tune.choose import corpus_of
+
         emit(f"{folder} goes on")
-        check_data(folder, known, corpus_of(_facts(known["words"]))[0])
+        check_data(folder, known, corpus_of(_facts(known["words"]))[0].identity)
         if dry:
             emit(started("train", *known["words"]))
     else:
         place = _checked(model, data, settings)
+        from crius.tools.tune.model import opened
+
         if known and dry and "job.run_dir" not in given:
             folder = another(folder)
             known = read_record(folder)
@@ -128,6 +129,7 @@ def _begun(
     """Choose the command, print it with its reasons, and ask the model before it is tuned, unless ``dry``."""
     from crius.data.show import coloured, preview, takes_colour
     from crius.tools.tune.chatml import choose_template
+    from crius.tools.tune.choices import Choices
     from crius.tools.tune.choose import choose, corpus_of
 
     named = ["--recipe", "tune", "--checkpoint.init_from", model, "--data.path", data, *settings]

@@ -267,11 +267,11 @@ def test_auto_in_a_file_or_as_a_flag_is_written_as_numbers(tmp_path):
         ),
         (("train", "--training.steps", "auto"), "training.steps auto is not an integer"),
         (("tune", "base", "own.jsonl", "--training.epochs", "auto"), "auto is what crius tune chooses"),
-        (("tune", "base", "base/a.txt"), "crius train --checkpoint.init_from base --data.path base/a.txt\n"),
+        (("tune", "base", "a.txt"), "crius train --checkpoint.init_from base --data.path a.txt\n"),
     ],
 )
 def test_what_cannot_be_counted_or_tuned_on_is_refused(words, said, place):
-    (place / "base/a.txt").write_text("text")
+    (place / "a.txt").write_text("text")
     done = crius(*words, cwd=place)
     assert done.returncode == 2 and said in done.stderr, done.stderr
 

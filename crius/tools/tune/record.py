@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crius.data.samples import SampleSource
 from crius.errors import ConfigError
 from crius.untrusted import object_below
 
@@ -25,9 +24,9 @@ def check_is_new(folder: Path, known: Mapping[str, Any]) -> None:
         raise _other(f"{folder} belongs to another tune{before}.", folder)
 
 
-def check_data(folder: Path, known: Mapping[str, Any], source: SampleSource) -> None:
-    """Raise ConfigError if ``source`` is not the data that an earlier start began with."""
-    if known.get("data", source.identity) != source.identity:
+def check_data(folder: Path, known: Mapping[str, Any], identity: str) -> None:
+    """Raise ConfigError if ``identity`` is not that of the data which an earlier start began with."""
+    if known.get("data", identity) != identity:
         raise _other(f"the conversations differ from those that {folder} was begun with.", folder)
 
 
