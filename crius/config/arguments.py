@@ -28,12 +28,14 @@ class Option:
         name: the flag without its dashes, or what stands in front of the names of a section; empty: the own name.
         takes_hyphen: whether a value may begin with a hyphen, as text of a person may.
         known: gives values for the shell to complete; any other value is possible too.
+        check: raises ConfigError, or ValueError with a sentence about the value, for one that is not possible.
     """
 
     help: str = ""
     name: str = ""
     takes_hyphen: bool = False
     known: Callable[[], Collection[str]] | None = None
+    check: Callable[[Any], object] = lambda value: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +132,21 @@ def split_hint(hint: Any) -> tuple[Any, Option]:
     return kind, said if isinstance(said, Option) else Option(help=said)
 
 
+def positive(value: float) -> None:
+    """A check: the value is a number above 0."""
+    if not value > 0:
+        raise ValueError(f"{value} is not positive.")
+
+
 @functools.cache
 def docstrings(section: type) -> Mapping[str, str]:
-    """The docstring below each field of a dataclass."""
+    """The docstring below each field of a dataclass, and of the dataclasses that it inherits from."""
+    texts: dict[str, str] = {}
+    for base in section.__bases__:
+        if dataclasses.is_dataclass(base):
+            texts |= docstrings(base)
     (declared,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(declared, ast.ClassDef)
-    texts = {}
     for node, below in itertools.pairwise(declared.body):
         if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             assert isinstance(node.target, ast.Name)
@@ -193,11 +204,15 @@ class Argument:
 
         Raises:
             ValueError: a text is not one of the type; the message is the end of a sentence about the text.
+        ConfigError: see ``Option.check``.
         """
-        if self.setting.is_list:
-            (kind, *_) = get_args(self.setting.hint)
+        setting = self.setting
+        if setting.is_list:
+            (kind, *_) = get_args(setting.hint)
             return tuple(converted(kind, text) for text in self.texts)
-        return converted(self.setting.hint, self.text)
+        value = converted(setting.hint, self.text)
+        setting.option.check(value)
+        return value
 
 
 Arguments = Mapping[str, Argument]

@@ -12,6 +12,7 @@ from crius.cli.app import facts_of
 from crius.config.training import FORMATS
 from crius.models.layers import Linear
 from crius.tools.verify import precision as verb
+from crius.tools.verify.options import Formats
 from crius.tools.verify.precision import Judge, precision
 from crius.train import build as train_precision
 
@@ -27,7 +28,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def verify(folder, capsys, flags=(), **options):
     """Exit code, and rows by format."""
     capsys.readouterr()
-    code = precision(facts_of(parse([*TINY, *flags]), 0, None), folder, as_json=True, timeout=200, **options)
+    code = precision(facts_of(parse([*TINY, *flags]), 0, None), folder, Formats(timeout=200, **options), as_json=True)
     found = json.loads(capsys.readouterr().out)
     return code, {row["format"]: row for row in found["rows"]}, found
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from harness import TEXT, crius, parse
 from mutations import divide_by_local_tokens, draw_other_bits_on_one_rank, drop_a_layer
 
+from crius import cli
 from crius.cli.app import facts_of
 from crius.data.loader import Batch
 from crius.parallel import tensor
@@ -16,6 +17,7 @@ from crius.tools.verify import parameters
 from crius.tools.verify.compare import compile as verify_compile
 from crius.tools.verify.compare import parity, tolerances
 from crius.tools.verify.init import init as verify_init
+from crius.tools.verify.options import OnLayouts, Trained
 from crius.tools.verify.worker import uneven_documents, uneven_labels
 from crius.train import job
 from crius.train.step import count_valid
@@ -30,7 +32,8 @@ def verify(verb, folder, capsys, layouts, flags=(), **options):
     """Exit code, and rows by layout."""
     capsys.readouterr()
     facts = facts_of(parse([*TINY, *flags]), 0, None)
-    code = verb(facts, folder, layouts=layouts, timeout=60, as_json=True, **options)
+    kind = OnLayouts if verb is verify_init else Trained
+    code = verb(facts, folder, kind(layouts=layouts, timeout=60, **options), as_json=True)
     return code, {row["layout"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
 
 
@@ -115,14 +118,14 @@ def test_a_hang_is_a_row(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(job, "_place", place)
     facts = facts_of(parse(TINY), 0, None)
-    assert parity(facts, tmp_path, layouts="fsdp2", timeout=6, as_json=True) == 1
+    assert parity(facts, tmp_path, Trained(layouts="fsdp2", timeout=6), as_json=True) == 1
     row = json.loads(capsys.readouterr().out)["rows"][-1]
     assert "nothing after 6 s" in row["note"]
     assert "in place" in (tmp_path / "fsdp2" / "logs" / "rank-0.log").read_text()  # where it hung
 
 
 def test_the_table_names_tolerances_with_their_reasons(tmp_path, capfd):
-    code = parity(facts_of(parse(TINY), 0, None), tmp_path, layouts="fsdp2", timeout=60)
+    code = parity(facts_of(parse(TINY), 0, None), tmp_path, Trained(layouts="fsdp2", timeout=60))
     lines = capfd.readouterr().out.splitlines()
     assert code == 0
     assert lines[0].split() == ["layout", "ranks", "loss", "grad_norm", "parameters", "update", "seconds"]
@@ -259,3 +262,16 @@ def test_tensor_parallelism_keeps_what_a_norm_of_ones_own_computes(tmp_path):
     done = crius("verify", "parity", *model, "--layouts", "tp2", "--job.run_dir", "r", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 ok, 0 failed, 0 refused" in done.stdout
+
+
+def test_what_is_wrong_with_the_options_of_a_verb_is_said_together(capsys):
+    assert cli.main(["verify", "chaos", "--kills", "0", "--steps", "-1", "--layouts", "fsdp2,2", "--seed", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "4 problems" in error
+    for said in (
+        "--kills 0 is not positive",
+        "--steps -1 is not positive",
+        "2 is not a layout term",
+        "--seed x is not",
+    ):
+        assert said in error

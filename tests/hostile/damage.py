@@ -205,7 +205,8 @@ def flaws(outcome: Outcome, place: Path, before: dict) -> list[str]:
     found = []
     if outcome.code not in (0, 1, 2):
         found.append(f"exit code {outcome.code}")
-    if "Traceback" in outcome.told or outcome.told.count("Error: ") > 3:
+    errors = re.findall(r"^(?!\[\d+\] ).*Error: ", outcome.told, re.MULTILINE)  # not those of one list
+    if "Traceback" in outcome.told or len(errors) > 3:
         found.append("no error of Crius")
     if outcome.code and not re.search("Error: |DAMAGED| refused", outcome.told):
         found.append("no error")

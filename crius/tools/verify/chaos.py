@@ -27,7 +27,7 @@ from crius.launch.crew import Attempt
 from crius.launch.status import PHASES
 from crius.tools.verify import survival
 from crius.tools.verify.equality import Equality
-from crius.tools.verify.matrix import check_positive
+from crius.tools.verify.options import Chaotic
 from crius.tools.verify.starts import Start, all_starts, num_threads, tolerance_of
 from crius.tools.verify.survival import KILLED, UNDISTURBED, Course, Findings, Life
 
@@ -235,33 +235,16 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def chaos(
-    facts: Facts,
-    folder: Path,
-    *,
-    kills: int = 25,
-    seed: int = 1,
-    steps: int = 40,
-    world_sizes: str = "",
-    layouts: str = "",
-    timeout: int = 1800,
-    as_json: bool = False,
-) -> int:
+def chaos(facts: Facts, folder: Path, options: Chaotic, *, as_json: bool = False) -> int:
     """Run the real job undisturbed, and once more with one rank killed in each of ``kills`` attempts, and compare.
 
     Half of the kills come when a rank reaches a phase of a step, half from outside at random moments, some during
-    compilation. ``seed`` decides all choices; the state of the run at a moment depends on the machine.
+    compilation. The seed decides all choices; the state of the run at a moment depends on the machine.
 
     Args:
         facts: facts about the run on this machine.
         folder: folder of both runs, and of the kernels that they compile.
-        kills: number of kills.
-        seed: seed of all draws.
-        steps: steps of training.
-        world_sizes: numbers of ranks, joined by commas; each attempt gets one, as random replicas and shards; empty:
-            the run's. Needs ``training.reproducible``.
-        layouts: layouts, joined by commas; each attempt gets one, the undisturbed run the first; see ``tolerance_of``.
-        timeout: seconds that each of the two runs may take.
+        options: each attempt gets one of the layouts, the undisturbed run the first; see ``tolerance_of``.
         as_json: print JSON instead of lines.
 
     Returns:
@@ -271,28 +254,25 @@ def chaos(
         CriusError: the run is refused, an option is wrong, or the data is bad.
         SystemExit: a signal ended it; 130 or 143.
     """
-    check_positive("--timeout", timeout, "--timeout 300")
-    for name, value in (("--kills", kills), ("--steps", steps)):
-        check_positive(name, value, "--kills 25 --steps 40")
     starts = [
         start.with_own_cache(folder / "compile")
-        for start in all_starts(facts, steps, world_sizes=world_sizes, layouts=layouts)
+        for start in all_starts(facts, options.steps, world_sizes=options.world_sizes, layouts=options.layouts)
     ]
     first = Course(
         config=starts[0].config,
         num_ranks=starts[0].num_ranks,
         folder=folder / UNDISTURBED,
-        seconds=timeout,
+        seconds=options.timeout,
         threads=num_threads(facts, starts),
     )
-    draws = drawn(kills, seed, compiles=any(start.compiles for start in starts))
+    draws = drawn(options.kills, options.seed, compiles=any(start.compiles for start in starts))
     with contextlib.closing(Killer(draws, starts, folder / KILLED)) as killer:
 
         def second(calm: Life) -> Course:
-            killer.pace = Pace.of(calm, steps)
+            killer.pace = Pace.of(calm, options.steps)
             return killer.course(first)
 
-        conclude = functools.partial(_conclude, killer, seed)
+        conclude = functools.partial(_conclude, killer, options.seed)
         not_ended = "the run did not reach its end; kills: {kills}"
         return survival.compare_runs("chaos", first, second, conclude, not_ended, as_json, tolerance_of(starts))
 

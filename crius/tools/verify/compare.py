@@ -14,6 +14,7 @@ from crius.config.low_precision import is_enabled
 from crius.config.run import RunConfig, replace_fields
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
+from crius.tools.verify.options import Trained
 from crius.tools.verify.parameters import Shards
 from crius.tools.verify.run import Table, row_of
 from crius.tools.verify.worker import Task
@@ -80,16 +81,7 @@ _BUFFERS = Tolerance(0.0, "whole numbers of tokens move them; not required if to
 _ALL = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "float8 tensorwise": _TENSORWISE, "mxfp8": _BLOCKS}
 
 
-def parity(
-    facts: Facts,
-    folder: Path,
-    *,
-    layouts: str = "",
-    nproc: int = 8,
-    steps: int = 3,
-    timeout: int = 300,
-    as_json: bool = False,
-) -> int:
+def parity(facts: Facts, folder: Path, options: Trained, *, as_json: bool = False) -> int:
     """Train each layout and one device on the same uneven batches, and print their differences.
 
     Layouts that change the computation, such as ``+document``, have a reference of their own.
@@ -97,10 +89,7 @@ def parity(
     Args:
         facts: facts about the run on this machine.
         folder: folder of the logs, with one folder per layout.
-        layouts: layouts, joined by commas; empty: ``matrix.PARITY``, or ``EXPERTS``.
-        nproc: most ranks of a layout if ``layouts`` is empty.
-        steps: steps of training, at least 1; the first three are compared, and the parameters after the last.
-        timeout: seconds that a layout may take.
+        options: without layouts, those of ``matrix.PARITY`` or ``EXPERTS``.
         as_json: print JSON instead of a table.
 
     Returns:
@@ -109,26 +98,16 @@ def parity(
     Raises:
         CriusError: the run is refused on one device too, a layout cannot be read, or the data is bad.
     """
-    matrix.check_positive("--timeout", timeout, "--timeout 300")
-    wanted = matrix.chosen(layouts, matrix.EXPERTS if facts.has_experts else matrix.PARITY, nproc)
-    config = checked(facts, wanted, steps)
+    wanted = matrix.chosen(options, matrix.EXPERTS if facts.has_experts else matrix.PARITY)
+    config = checked(facts, wanted, options.steps)
     groups = []
     for reference in dict.fromkeys(map(matrix.reference_of, wanted)):
         own = [layout for layout in wanted if layout != reference and matrix.reference_of(layout) == reference]
         groups.append([matrix.case(facts, config, layout) for layout in (reference, *own)])
-    return compare_all("parity", groups, config, folder, timeout, as_json, is_asked=bool(layouts))
+    return compare_all("parity", groups, config, folder, options.timeout, as_json, is_asked=bool(options.layouts))
 
 
-def compile(
-    facts: Facts,
-    folder: Path,
-    *,
-    layouts: str = "",
-    nproc: int = 8,
-    steps: int = 3,
-    timeout: int = 300,
-    as_json: bool = False,
-) -> int:
+def compile(facts: Facts, folder: Path, options: Trained, *, as_json: bool = False) -> int:
     """Train each layout eager and compiled on the same uneven batches, and print their differences.
 
     A layout that was asked to compile but runs eager fails.
@@ -136,10 +115,7 @@ def compile(
     Args:
         facts: facts about the run on this machine.
         folder: folder of the logs, with one folder per layout.
-        layouts: layouts, joined by commas, without ``+compile``; empty: ``matrix.COMPILE``.
-        nproc: most ranks of a layout if ``layouts`` is empty.
-        steps: steps of training, at least 1; the first three are compared, and the parameters after the last.
-        timeout: seconds that a layout may take.
+        options: layouts without ``+compile``; none: ``matrix.COMPILE``.
         as_json: print JSON instead of a table.
 
     Returns:
@@ -148,10 +124,9 @@ def compile(
     Raises:
         CriusError: the run is refused on one device too, a layout cannot be read, or the data is bad.
     """
-    matrix.check_positive("--timeout", timeout, "--timeout 300")
-    asked = matrix.chosen(layouts, matrix.COMPILE, nproc)
+    asked = matrix.chosen(options, matrix.COMPILE)
     wanted = list(dict.fromkeys(_without(layout, ["compile"]) for layout in asked))
-    config = checked(facts, wanted, steps)
+    config = checked(facts, wanted, options.steps)
     switches = ("compile.enable", "compile.loss", "parallelism.enable_async_tensor_parallel")
     changes: dict[str, Any] = dict.fromkeys(switches, False)
     if config.activation_checkpoint.mode == "memory_budget":
@@ -161,7 +136,7 @@ def compile(
     for layout in wanted:
         compiled = matrix.case(facts, config, replace(layout, options=(*layout.options, "compile")))
         groups.append([matrix.case(facts, eager, _without(layout, NEED_COMPILE)), compiled])
-    return compare_all("compile", groups, config, folder, timeout, as_json, is_asked=bool(layouts))
+    return compare_all("compile", groups, config, folder, options.timeout, as_json, is_asked=bool(options.layouts))
 
 
 def _without(layout: Layout, options: Sequence[str]) -> Layout:
@@ -174,7 +149,6 @@ def checked(facts: Facts, layouts: Sequence[Layout], steps: int) -> RunConfig:
     Raises:
         CriusError: it could not.
     """
-    matrix.check_positive("--steps", steps, "--steps 3")
     config = matrix.fixed(facts.config, layouts, steps)
     matrix.case(facts, config, Layout()).check(with_data=True)
     return config

@@ -8,20 +8,13 @@ from crius.config.layout import Layout
 from crius.config.run import RunConfig
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
+from crius.tools.verify.options import OnLayouts
 from crius.tools.verify.parameters import Shards, one_hash
 from crius.tools.verify.run import LayoutRow, Table, row_of
 from crius.tools.verify.worker import Task
 
 
-def init(
-    facts: Facts,
-    folder: Path,
-    *,
-    layouts: str = "",
-    nproc: int = 8,
-    timeout: int = 300,
-    as_json: bool = False,
-) -> int:
+def init(facts: Facts, folder: Path, options: OnLayouts, *, as_json: bool = False) -> int:
     """Draw the weights under each layout, and print a hash of their bits.
 
     The other layouts are compared with the first. The hash is over all parameters, in float32 as they are trained.
@@ -29,9 +22,7 @@ def init(
     Args:
         facts: facts about the run on this machine.
         folder: folder of the logs, with one folder per layout.
-        layouts: layouts, joined by commas; empty: ``matrix.INIT``, or ``EXPERTS_INIT``.
-        nproc: most ranks of a layout if ``layouts`` is empty.
-        timeout: seconds that a layout may take.
+        options: without layouts, those of ``matrix.INIT`` or ``EXPERTS_INIT``.
         as_json: print JSON instead of a table.
 
     Returns:
@@ -41,14 +32,13 @@ def init(
         CriusError: the run is refused on one device too, or a layout cannot be read.
         SystemExit: a signal ended it; 130 or 143.
     """
-    matrix.check_positive("--timeout", timeout, "--timeout 300")
-    wanted = matrix.chosen(layouts, matrix.EXPERTS_INIT if facts.has_experts else matrix.INIT, nproc)
+    wanted = matrix.chosen(options, matrix.EXPERTS_INIT if facts.has_experts else matrix.INIT)
     config = matrix.fixed(facts.config, wanted, 1)
     matrix.case(facts, config, Layout()).check()
     table = Table(["hash"], [str(layout) for layout in wanted], as_json)
     expected: dict[str, str] = {}
     for layout in wanted:
-        row, found = _row(matrix.case(facts, config, layout), expected, folder, timeout)
+        row, found = _row(matrix.case(facts, config, layout), expected, folder, options.timeout)
         expected = expected or found
         table.add(row)
     hashes = {row.values["hash"] for row in table.rows if row.values}
@@ -57,7 +47,7 @@ def init(
     verdict = f"one hash over {counts['ok']} layouts" if is_one else f"{len(hashes)} hashes, {counts['FAIL']} failed"
     refused = f", {counts['refused']} refused" if counts["refused"] else ""
     table.close(["", f"{verdict}{refused}"], verb="init", one_hash=is_one, counts=counts)
-    return table.exit_code(bool(layouts))
+    return table.exit_code(bool(options.layouts))
 
 
 def _row(case: Case, expected: dict[str, str], folder: Path, timeout: int) -> tuple[LayoutRow, dict[str, str]]:

@@ -12,6 +12,7 @@ from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.errors import ConfigError, CriusError
 from crius.host import Machine
+from crius.tools.verify.options import OnLayouts
 from crius.train.inputs import open_run_corpus, resolve
 
 LEAST_GLOBAL_BATCH = 16
@@ -203,23 +204,18 @@ class Case:
             open_run_corpus(self.config, self.layout.batch)
 
 
-def check_positive(flag: str, value: float, fix: str) -> None:
-    """Raise ConfigError if ``value`` of ``flag`` is not positive."""
-    if not value > 0:
-        raise ConfigError(f"{flag} {value} is not positive.", where="command line", fix=fix)
-
-
-def chosen(layouts: str, default: Sequence[str], most_ranks: int) -> list[Layout]:
-    """The layouts of ``--layouts a,b,c``, each once; without it the layouts of ``default`` with at most ``most_ranks``.
+def chosen(options: OnLayouts, default: Sequence[str]) -> list[Layout]:
+    """The layouts of ``--layouts a,b,c``, each once; without it the layouts of ``default`` with at most ``--nproc``
+    ranks.
 
     Raises:
-        ConfigError: a word is not a layout, or no layout is left.
+        ConfigError: no layout is left.
     """
-    if layouts:
-        return list(dict.fromkeys(parse_layout(text) for text in layouts.split(",")))
-    found = [layout for layout in map(parse_layout, default) if layout.num_ranks <= most_ranks]
+    if options.layouts:
+        return list(dict.fromkeys(parse_layout(text) for text in options.layouts.split(",")))
+    found = [layout for layout in map(parse_layout, default) if layout.num_ranks <= options.nproc]
     if not found:
-        raise ConfigError(f"--nproc {most_ranks} leaves no layout.", where="command line", fix="--nproc 1 or more")
+        raise ConfigError(f"--nproc {options.nproc} leaves no layout.", where="command line", fix="--nproc 1 or more")
     return found
 
 

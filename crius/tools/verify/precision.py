@@ -20,6 +20,7 @@ from crius.errors import ConfigError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.matrix import Case
+from crius.tools.verify.options import Formats
 from crius.tools.verify.parameters import Shards
 from crius.tools.verify.run import LayoutRow, Table, row_of
 from crius.tools.verify.worker import Task
@@ -102,18 +103,7 @@ def tail_mean(curve: Sequence[float]) -> float:
     return statistics.fmean(curve[-max(1, len(curve) // 10) :])
 
 
-def precision(
-    facts: Facts,
-    folder: Path,
-    *,
-    formats: str = "",
-    steps: int = 200,
-    layout: str = "1",
-    plot: str = "",
-    tolerance: float = 0.02,
-    timeout: int = 1800,
-    as_json: bool = False,
-) -> int:
+def precision(facts: Facts, folder: Path, options: Formats, *, as_json: bool = False) -> int:
     """Train the run in high precision and in each format on the same data from the same weights, and compare the loss.
 
     The reference has the run's ``training.mixed_precision_param`` and no low precision; the formats add low-precision
@@ -122,12 +112,8 @@ def precision(
     Args:
         facts: facts about the run on this machine.
         folder: folder of the logs, with one folder per format.
-        formats: names of ``FORMATS`` or ``PLAIN``, joined by commas; empty: all of ``FORMATS``.
-        steps: steps of training.
-        layout: layout that trains, the same for all formats.
-        plot: the PNG; empty: ``precision.png`` in ``folder``.
-        tolerance: largest relative gap of the loss, of the last step and of the mean over the last tenth.
-        timeout: seconds that a format may take.
+        options: the tolerance is the largest relative gap of the loss, of the last step and of the mean over the last
+            tenth.
         as_json: print JSON instead of a table.
 
     Returns:
@@ -139,22 +125,19 @@ def precision(
             is bad.
         SystemExit: a signal ended it; 130 or 143.
     """
-    matrix.check_positive("--timeout", timeout, "--timeout 300")
-    for flag, value in (("--steps", steps), ("--tolerance", tolerance)):
-        matrix.check_positive(flag, value, "--steps 200 --tolerance 0.02")
-    picture = _picture(plot, folder)
-    placed = parse_layout(layout)
-    config = matrix.bare(facts.config, [placed], steps)
+    picture = _picture(options.plot, folder)
+    placed = parse_layout(options.layout)
+    config = matrix.bare(facts.config, [placed], options.steps)
     reference = config.training.mixed_precision_param
-    cases = {name: _case(facts, config, placed, name) for name in _chosen(formats, reference)}
+    cases = {name: _case(facts, config, placed, name) for name in _chosen(options.formats, reference)}
     cases[reference].check(with_data=True)
-    judge = Judge(steps, tolerance)
+    judge = Judge(options.steps, options.tolerance)
     table = Table(judge.columns, list(cases), as_json, label="format")
     results: dict[str, Mapping[str, Any]] = {}
     for name, case in cases.items():
-        table.add(_row(name, case, reference, judge, folder, timeout, results))
+        table.add(_row(name, case, reference, judge, folder, options.timeout, results))
     _conclude(table, config, reference, results, judge, folder / CURVES, picture)
-    return table.exit_code(is_asked=bool(formats))
+    return table.exit_code(is_asked=bool(options.formats))
 
 
 def _chosen(formats: str, reference: str) -> list[str]:

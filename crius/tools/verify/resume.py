@@ -10,7 +10,7 @@ from typing import Any
 from crius.config.facts import Facts
 from crius.errors import ConfigError
 from crius.tools.verify.equality import Equality
-from crius.tools.verify.matrix import check_positive
+from crius.tools.verify.options import Resumed
 from crius.tools.verify.starts import Start, all_starts, num_threads, tolerance_of
 from crius.tools.verify.survival import (
     KILLED,
@@ -45,16 +45,7 @@ class Kill:
         return f"kill:step={self.step},phase={self.phase},rank={self.rank},attempt={self.attempt}"
 
 
-def resume(
-    facts: Facts,
-    folder: Path,
-    *,
-    steps: int = 20,
-    kill_at: str = "7,13",
-    layouts: str = "",
-    timeout: int = 600,
-    as_json: bool = False,
-) -> int:
+def resume(facts: Facts, folder: Path, options: Resumed, *, as_json: bool = False) -> int:
     """Run the real job undisturbed, and once more with a rank killed at each step of ``kill_at``, and compare.
 
     After each kill the launcher restarts all ranks, and they continue from their newest checkpoint. Loss and gradient
@@ -64,11 +55,8 @@ def resume(
     Args:
         facts: facts about the run on this machine.
         folder: folder of both runs.
-        steps: steps of training.
-        kill_at: steps, joined by commas; the kills come in the phases ``PHASES`` and on the ranks in turn.
-        layouts: layouts, joined by commas, for the attempts in turn; the undisturbed run has the first. Empty: the
-            run's.
-        timeout: seconds that each of the two runs may take.
+        options: the kills come in the phases ``PHASES`` and on the ranks in turn, the undisturbed run has the first of
+            the layouts.
         as_json: print JSON instead of a table.
 
     Returns:
@@ -78,9 +66,8 @@ def resume(
         CriusError: the run is refused, ``kill_at`` cannot be read, or the data is bad.
         SystemExit: a signal ended it; 130 or 143.
     """
-    check_positive("--timeout", timeout, "--timeout 300")
-    at = _steps(kill_at, steps)
-    starts = all_starts(facts, steps, layouts=layouts, interval=_interval(at))
+    at = _steps(options)
+    starts = all_starts(facts, options.steps, layouts=options.layouts, interval=_interval(at))
     turns = _turns(starts, len(at) + 1)
     kills = [
         Kill(number, step, PHASES[number % len(PHASES)], number % start.num_ranks, start.layout)
@@ -90,8 +77,8 @@ def resume(
         config=starts[0].config,
         num_ranks=starts[0].num_ranks,
         folder=folder / UNDISTURBED,
-        seconds=timeout,
-        threads=num_threads(facts, starts) if layouts else None,
+        seconds=options.timeout,
+        threads=num_threads(facts, starts) if options.layouts else None,
     )
     faults = [*(kill.fault for kill in kills), ""]
     second = dataclasses.replace(
@@ -128,13 +115,13 @@ def _interval(steps: list[int]) -> int:
     return next(fitting, max(1, min(INTERVALS[0], first - 1)))
 
 
-def _steps(kill_at: str, steps: int) -> list[int]:
+def _steps(options: Resumed) -> list[int]:
     """The steps of ``--kill_at``, in order."""
-    check_positive("--steps", steps, "--steps 20")
-    words = kill_at.split(",")
+    steps = options.steps
+    words = options.kill_at.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= steps for word in words):
         raise ConfigError(
-            f"--kill_at {kill_at!r} is not a list of steps of this run.",
+            f"--kill_at {options.kill_at!r} is not a list of steps of this run.",
             where="command line",
             why=f"it has steps 1 to {steps}",
             fix=f"--kill_at {','.join(map(str, sorted({max(1, steps // 3), max(1, 2 * steps // 3)})))}",
