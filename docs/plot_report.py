@@ -72,7 +72,7 @@ def main(place: str, *flags: str) -> None:
     folder = Path(place).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "cache" / "crius" / "hardware.toml").exists():
-        crius(folder, "plan", "--calibrate", must=False)  # a busy machine cannot be measured: then no speed is planned
+        crius(folder, "bench", "calibrate", must=False)  # a busy machine cannot be measured: then no speed is planned
     write_texts(folder / "text")
     if not (folder / "experts" / "samples.jsonl").exists():
         train(folder, "experts", *EXPERTS, *flags, "--training.steps", "150", faults=EARLY)

@@ -76,11 +76,11 @@ def answer(this: Round, name: str, arguments: list[str], limit: float) -> dict[s
 
 
 def calibrate(this: Round) -> None:
-    """crius plan --calibrate: the planner's own file of this card."""
+    """crius bench calibrate: the planner's own file of this card."""
     target = this.record.folder / "calibrated.toml"
-    done = this.call("plan --calibrate", ["-m", "crius", "plan", "--calibrate", "--out", str(target)], 100.0)
+    done = this.call("bench calibrate", ["-m", "crius", "bench", "calibrate", "--out", str(target)], 100.0)
     text = target.read_text(encoding="utf-8") if target.exists() else ""
-    this.row("plan --calibrate", done.code == 0, text.replace("\n", "; ") if text else done.why, done.seconds)
+    this.row("bench calibrate", done.code == 0, text.replace("\n", "; ") if text else done.why, done.seconds)
 
 
 def quantize(this: Round) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from pathlib import Path
 from typing import Annotated
 
 from crius.cli.app import COMMAND, ConfigFiles, Json, Recipe, bench_app, facts_of, need_torch, refuse_given
@@ -68,6 +69,17 @@ def quantize(
         emulated=emulated,
         as_json=as_json,
     )
+
+
+@bench_app.verb
+def calibrate(
+    *, out: Annotated[Path | None, "The file. Not given: the one that plans read."] = None, as_json: Json = False
+) -> int:
+    """Measure this machine in less than a minute, and write a hardware file for plans."""
+    need_torch()
+    from crius.tools.bench.calibrate import calibrate
+
+    return calibrate(out, as_json=as_json)
 
 
 def _answer(verb: str) -> None:

@@ -62,8 +62,12 @@ def candidates(words: Sequence[str]) -> Iterator[str]:
         verb, rest = app.find(before)
     except ConfigError:
         return
+    if not rest:
+        for member in verb if isinstance(verb, Verbs) else app:
+            *outer, word = member.words
+            if tuple(outer) == verb.words and word.startswith(current):
+                yield _line(word, member.about)
     if isinstance(verb, Verbs):
-        yield from (_line(one.words[-1], one.about) for one in verb if one.words[-1].startswith(current))
         return
     arguments = verb.arguments()
     if verb.train:

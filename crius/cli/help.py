@@ -113,7 +113,7 @@ def _members(group: Verbs, width: int) -> Iterator[str]:
     """The verbs of a group, and what each does."""
     yield "Commands:"
     for member in group:
-        yield f"  {member.words[-1]}"
+        yield f"  {' '.join(member.words[len(group.words) :])}"
         yield _indented(plain(member.about).split("\n\n")[0], width)
     if not group.words:
         yield "  --version\n      Print the version."

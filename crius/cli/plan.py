@@ -1,13 +1,12 @@
 """``crius plan``: which layout, how much memory, how fast."""
 
 import dataclasses
-import importlib
 import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from crius.cli.app import (
     SOURCES,
@@ -26,7 +25,6 @@ from crius.cli.app import (
 )
 from crius.cli.settings import config_of, run_of
 from crius.config import rules
-from crius.config.arguments import Option
 from crius.config.load import DEFAULT_RECIPE, recipe_settings
 from crius.config.names import PLAN_SHORT
 from crius.config.run import RunConfig, replace_fields
@@ -34,6 +32,7 @@ from crius.config.toml_file import flatten
 from crius.errors import ConfigError, CriusError
 from crius.host import Machine
 from crius.models.registry import SPECS
+from crius.tools.plan.options import Asked
 
 if TYPE_CHECKING:
     from crius.models.description import ModelDescription
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from crius.tools.plan.plan import Alternative, Plan
     from crius.tools.plan.validate import CheckReport
 
-DEFAULT_GPU = "h100"
 DEFAULT_SEQ_LEN = 8192
 """Sequence length of a plan without one: the context that Llama 3 was trained with (arXiv:2407.21783)."""
 
@@ -74,32 +72,21 @@ UNPLANNED = tuple(
 SPLIT = "a plan splits the layers by their cost"
 
 
-@app.verb
+@app.verb(
+    moved={
+        "--check": ("plan", "check"),
+        "--validate": ("plan", "validate"),
+        "--compare": ("plan", "compare"),
+        "--calibrate": ("bench", "calibrate"),
+    }
+)
 def plan(
     run: RunConfig = RunConfig(),  # noqa: B008
     *,
-    gpus: Annotated[int | None, "Number of GPUs. Not given: those of --nodes, or 8."] = None,
-    gpu: Annotated[
-        str,
-        Option(
-            help="A known GPU, or a TOML file: docs/planner.md lists them. Empty: h100-80g; for --compare the run's.",
-            known=lambda: importlib.import_module("crius.tools.plan.hardware").KNOWN,
-        ),
-    ] = "",
-    nodes: Annotated[int | None, "Number of whole nodes, instead of --gpus."] = None,
-    precision: Annotated[
-        Literal["", "float32", "bfloat16", "float8"],
-        "Precision of the matmuls. Empty: as in the other flags, bfloat16 on a GPU.",
-    ] = "",
     recipe: Recipe = "",
     config: ConfigFiles = (),
     layout: Layout = "",
-    explain: Annotated[bool, "Explain each choice, with all numbers."] = False,
-    check: Annotated[bool, "Compare the plan with the dry run of the real code. Needs torch."] = False,
-    validate: Annotated[Path | None, "CSV file of measurements: compare the planner with its rows instead."] = None,
-    calibrate: Annotated[bool, "Measure this machine instead, and write a hardware file."] = False,
-    compare: Annotated[Path | None, "Run folder: compare the run with its plan instead."] = None,
-    out: Annotated[Path | None, "The hardware file that --calibrate writes."] = None,
+    asked: Asked = Asked(),  # noqa: B008
     as_json: Json = False,
 ) -> int:
     """Find the layout that trains a model fastest on some GPUs, without using any: memory, speed and the flags to give.
@@ -107,28 +94,69 @@ def plan(
     Takes the flags of train: given settings stay, open settings are searched. --model, --flavor, --seq_len,
     --global_batch_size and --local_batch_size are short for their dotted names. Exit code 1 if nothing fits.
     """
-    modes = {"--validate": validate, "--calibrate": calibrate or None, "--compare": compare, "--check": check or None}
-    given = [name for name, value in modes.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other.", where="command line", fix="give one")
-    if out is not None and not calibrate:
-        raise ConfigError("--out has no effect without --calibrate.", where="command line", fix="leave out --out")
-    if validate is not None:
-        return _validate(validate, as_json)
-    if calibrate:
-        return _calibrate(out, as_json)
-    if compare is not None:
-        return _compare(compare, gpu, as_json)
-    plan = _planned(_case(run, gpu or DEFAULT_GPU, gpus, nodes, precision), check=check)
-    if plan.winner is None:
-        data, lines, code = _impossible(plan, gpu or DEFAULT_GPU, precision, config, explain=explain)
-    else:
-        data, lines, code = _recommend(plan, gpu or DEFAULT_GPU, config, explain=explain, check=check)
+    data, lines, code = _told(_planned(_case(run, asked)), asked, config)
     emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
     return code
 
 
-def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precision: str) -> "Case":
+@app.verb(name="plan check")
+def check(
+    run: RunConfig = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layout: Layout = "",
+    asked: Asked = Asked(),  # noqa: B008
+    as_json: Json = False,
+) -> int:
+    """Compare a plan with the dry run of the real code. Takes the flags of plan; exit code 1 if they differ."""
+    case = _case(run, asked)
+    if case.facts is None:
+        raise ConfigError(
+            f"a check needs a model that Crius trains, but {case.shape.name} is not trainable yet.",
+            where="command line",
+            fix=f"crius plan, which only plans it, or one of {', '.join(SPECS)}",
+        )
+    plan = _planned(case)
+    data, lines, code = _told(plan, asked, config)
+    if plan.winner:
+        report = _checked(case, plan)
+        data |= {"check": report.as_dict()}
+        lines += ["", *report.lines()]
+        code = int(not report.agrees)
+    emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+    return code
+
+
+@app.verb(name="plan validate")
+def validate(file: Annotated[Path, "CSV file of measurements."], *, as_json: Json = False) -> int:
+    """Compare the planner with measured runs, one per row."""
+    from crius.tools.plan.validate import validate_file
+
+    report = validate_file(file, _run_of_row)
+    emit(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.table()))
+    return 0 if report.judged else 1
+
+
+@app.verb(name="plan compare")
+def compare(
+    run_folder: Annotated[Path, "Run folder."],
+    *,
+    gpu: Annotated[str, "A known GPU, or a TOML file. Empty: the run's."] = "",
+    as_json: Json = False,
+) -> int:
+    """Compare the measurements of a run with its plan."""
+    from crius.tools.plan.compare import compare_run
+    from crius.tools.plan.hardware import hardware
+    from crius.train.inputs import describe_model
+
+    run = config_of(str(run_folder))
+    compared = compare_run(run_folder, run, describe_model(run), hardware(gpu) if gpu else None)
+    emit(json.dumps(compared.as_dict(), indent=2) if as_json else "\n".join(compared.lines()))
+    return 0
+
+
+def _case(run: RunConfig, asked: Asked) -> "Case":
     """The case to plan: settings of flags, recipe and files are fixed, open settings are searched."""
     from crius.tools.plan.hardware import hardware, shared
     from crius.tools.plan.legal import Case
@@ -136,13 +164,13 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     from crius.train.inputs import resolve
 
     refuse_given(UNPLANNED, SPLIT)
-    found = hardware(gpu)
-    num_gpus = _count(gpus, nodes, found)
+    found = hardware(asked.gpu)
+    num_gpus = _count(asked.gpus, asked.nodes, found)
     on_gpu = found.generation != "cpu"
     run = replace_fields(run, {"parallelism.auto": False})  # a plan does that anyway
     run = _with_full_name(run)
     pinned = set(SOURCES.origins) & set(flatten(RunConfig())) - {"parallelism.auto"}
-    changes: dict[str, Any] = dict(PRECISIONS.get(precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
+    changes: dict[str, Any] = dict(PRECISIONS.get(asked.precision, {})) | ({} if on_gpu else {"training.device": "cpu"})
     if "training.seq_len" not in pinned:
         changes["training.seq_len"] = DEFAULT_SEQ_LEN
     run = replace_fields(run, changes)
@@ -150,7 +178,7 @@ def _case(run: RunConfig, gpu: str, gpus: int | None, nodes: int | None, precisi
     resolved = resolve(run, machine, rows_are_given=SOURCES.rows_are_given())
     run = dataclasses.replace(resolved.config, parallelism=run.parallelism)  # the stages are searched
     facts = facts_of(run, 0, None, is_dry=True)
-    problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, precision) if on_gpu else ())]
+    problems = [*_open_flavor(run, pinned), *(_missing_precision(run, found, asked.precision) if on_gpu else ())]
     problems += rules.sizes(facts)
     if not problems and facts.model is None and run.model.name in SPECS:
         problems += rules.known_model(facts)
@@ -224,16 +252,10 @@ def _count(gpus: int | None, nodes: int | None, found: "Hardware") -> int:
     return gpus or (nodes or 0) * found.gpus_per_node or 8
 
 
-def _planned(case: "Case", *, check: bool) -> "Plan":
+def _planned(case: "Case") -> "Plan":
     """The plan of ``case``, after its checks."""
     from crius.tools.plan.plan import check_case, make_plan
 
-    if check and case.facts is None:
-        raise ConfigError(
-            f"--check needs a model that Crius trains, but {case.shape.name} is not trainable yet.",
-            where="--check",
-            fix=f"leave out --check, or plan one of {', '.join(SPECS)}",
-        )
     check_case(case, SOURCES.origin)
     plan = make_plan(case)
     # settings of a recipe or a file; on the command line they are refused
@@ -241,38 +263,24 @@ def _planned(case: "Case", *, check: bool) -> "Plan":
     return dataclasses.replace(plan, outside=[*plan.outside, *left_out])
 
 
-def _recommend(
-    plan: "Plan", gpu: str, files: tuple[Path, ...], *, explain: bool, check: bool
-) -> tuple[dict[str, Any], list[str], int]:
-    """The winner of ``plan`` as data and as lines, and the exit code."""
-    from crius.tools.plan.hardware import card_taken
-    from crius.tools.plan.render import plan_data, plan_lines
-
-    settings = _settings(plan.case, plan.settings, files)
-    start = " ".join(["crius train", *imports(), *_sources(files)])
-    lines = plan_lines(plan, card_taken(gpu), start, settings, is_explained=explain)
-    data = plan_data(plan, settings)
-    if not check:
-        return data, lines, 0
-    report = _checked(plan.case, plan)
-    return data | {"check": report.as_dict()}, [*lines, "", *report.lines()], int(not report.agrees)
-
-
-def _impossible(
-    plan: "Plan", gpu: str, precision: str, files: tuple[Path, ...], *, explain: bool
-) -> tuple[dict[str, Any], list[str], int]:
-    """The case that nothing fits, as data and as lines with the commands of plans that fit; and the exit code."""
+def _told(plan: "Plan", asked: Asked, files: tuple[Path, ...]) -> tuple[dict[str, Any], list[str], int]:
+    """``plan`` as data and as lines, and the exit code. If nothing fits, with the commands of plans that fit."""
     from crius.tools.plan.hardware import card_taken
     from crius.tools.plan.plan import alternatives, remedies_of
-    from crius.tools.plan.render import impossible_data, impossible_lines
+    from crius.tools.plan.render import impossible_data, impossible_lines, plan_data, plan_lines
 
+    card = card_taken(asked.gpu)
+    if plan.winner:
+        settings = _settings(plan.case, plan.settings, files)
+        start = " ".join(["crius train", *imports(), *_sources(files)])
+        return plan_data(plan, settings), plan_lines(plan, card, start, settings, is_explained=asked.explain), 0
     remedies = remedies_of(plan)
-    fitting = [(one.what, _plan_command(one, gpu, precision, files)) for one in alternatives(plan, remedies)]
+    fitting = [(one.what, _plan_command(one, asked, files)) for one in alternatives(plan, remedies)]
     data = impossible_data(plan, remedies) | {"commands_that_fit": [text for _, text in fitting]}
-    return data, impossible_lines(plan, card_taken(gpu), remedies, fitting, is_explained=explain), 1
+    return data, impossible_lines(plan, card, remedies, fitting, is_explained=asked.explain), 1
 
 
-def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Path, ...]) -> str:
+def _plan_command(one: "Alternative", asked: Asked, files: tuple[Path, ...]) -> str:
     """The given command, changed to what ``one`` asks for."""
     from crius.tools.plan.render import flags
 
@@ -280,8 +288,8 @@ def _plan_command(one: "Alternative", gpu: str, precision: str, files: tuple[Pat
     values = flatten(one.case.config)
     short = {name: short for short, name in PLAN_SHORT.items()}
     typed = {short.get(name, name): values[name] for name in values if name in given | set(one.changes)}
-    machine = {"gpus": one.case.num_gpus, "gpu": one.gpu or gpu}
-    also = {"precision": precision} if precision else {}
+    machine = {"gpus": one.case.num_gpus, "gpu": one.gpu or asked.gpu}
+    also = {"precision": asked.precision} if asked.precision else {}
     return " ".join(["crius plan", *_sources(files), *flags({**typed, **machine, **also})])
 
 
@@ -330,30 +338,3 @@ def _run_of_row(settings: Mapping[str, str]) -> tuple[RunConfig, "ModelDescripti
     if resolved.model is None:
         raise ConfigError(f"there is no model {run.model.name}/{run.model.flavor} of these sizes.")
     return resolved.config, resolved.model
-
-
-def _validate(file: Path, as_json: bool) -> int:
-    from crius.tools.plan.validate import validate_file
-
-    report = validate_file(file, _run_of_row)
-    emit(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.table()))
-    return 0 if report.judged else 1
-
-
-def _calibrate(out: Path | None, as_json: bool) -> int:
-    need_torch()
-    from crius.tools.bench.calibrate import calibrate
-
-    return calibrate(out, as_json=as_json)
-
-
-def _compare(run_dir: Path, gpu: str, as_json: bool) -> int:
-    """The measurements of a finished run next to its plan."""
-    from crius.tools.plan.compare import compare_run
-    from crius.tools.plan.hardware import hardware
-    from crius.train.inputs import describe_model
-
-    run = config_of(str(run_dir))
-    compared = compare_run(run_dir, run, describe_model(run), hardware(gpu) if gpu else None)
-    emit(json.dumps(compared.as_dict(), indent=2) if as_json else "\n".join(compared.lines()))
-    return 0

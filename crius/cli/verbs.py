@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
@@ -43,6 +44,7 @@ class Verb:
         is_listed: whether help and completion show it.
         takes_all: whether any word may follow, so that it has no help.
         train: for a verb whose last words are flags of ``crius train``: that verb.
+        moved: flags that became verbs, and the words of these.
     """
 
     words: tuple[str, ...]
@@ -50,6 +52,7 @@ class Verb:
     is_listed: bool = True
     takes_all: bool = False
     train: "Callable[[], Verb] | None" = None
+    moved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def about(self) -> str:
@@ -82,6 +85,13 @@ class Verb:
             rest=rest,
             settings=self.train().arguments() if self.train else {},
         )
+        for word in words:
+            flag, equals, value = word.partition("=")
+            if flag in self.moved:
+                others = [other for other in words if other is not word]
+                command = shlex.join(["crius", *self.moved[flag], *([value] if equals else []), *others])
+                what = f"{flag} of crius {' '.join(self.words)} is a verb of its own now."
+                raise ConfigError(what, where=SOURCE, fix=command)
         if self.takes_all:
             arguments[rest].give(words, SOURCE)
         else:
@@ -132,7 +142,7 @@ class Verbs:
         if function is None:
             return functools.partial(self.verb, name=name, **options)
         word = name or function.__name__
-        self.members[word] = Verb(words=(*self.words, word), function=function, **options)
+        self.members[word] = Verb(words=(*self.words, *word.split()), function=function, **options)
         return function
 
     def find(self, words: Sequence[str]) -> "tuple[Verb | Verbs, list[str]]":
@@ -145,6 +155,9 @@ class Verbs:
             return self, list(words)
         first, *rest = words
         found = self.members.get(first)
+        if " ".join(words[:2]) in self.members:  # plan check, beside plan
+            found = self.members[" ".join(words[:2])]
+            rest = rest[1:]
         if found is None:
             names = [name for name, member in self.members.items() if not isinstance(member, Verb) or member.is_listed]
             prefix = " ".join(["crius", *self.words])

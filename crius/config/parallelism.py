@@ -14,8 +14,8 @@ class ParallelismConfig:
     auto: bool = False
     """Let the planner choose all degrees, the microbatch, the pipeline schedule, resharding and activation
     checkpointing for the available ranks, as ``crius plan`` does. The last four stay as given, where they are given.
-    The global batch never changes. Calibrate once on a CPU, and on a GPU that Crius does not know by name: crius plan
-    --calibrate."""
+    The global batch never changes. On a CPU, and on a GPU that Crius does not know by name, ``crius bench calibrate``
+    has to measure the machine once."""
 
     data_parallel_replicate_degree: int = 1
     """Replicas of the model: DDP alone, HSDP together with data_parallel_shard_degree. Raise it where FSDP would gather

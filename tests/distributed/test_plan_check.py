@@ -1,4 +1,4 @@
-"""``crius plan --check``: closed form and dry run of the real code agree, for every recipe and some layouts."""
+"""``crius plan check``: closed form and dry run of the real code agree, for every recipe and some layouts."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ CASES = {
 def _check(flags, path, placement):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = cli.main(["plan", *flags, "--check", "--json"])
+        code = cli.main(["plan", "check", *flags, "--json"])
     path.write_text(json.dumps({"code": code, **json.loads(out.getvalue())}))
 
 

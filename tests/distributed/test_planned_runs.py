@@ -49,7 +49,7 @@ def test_a_run_on_a_known_machine_is_compared_with_its_plan(tmp_path, monkeypatc
     assert len(ends) == 2  # at the start, and what came of it
     assert "planned (" in ends[1]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())["plan"]
-    assert cli.main(["plan", "--compare", str(tmp_path / "run"), "--json"]) == 0
+    assert cli.main(["plan", "compare", str(tmp_path / "run"), "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)
     assert compared["measured"] == summary["measured"]
     assert compared["plan"] == summary["plan"]

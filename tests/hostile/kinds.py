@@ -144,7 +144,7 @@ KINDS = {
             "report run other",
             "runs .",
             "runs . --json",
-            "plan --compare run",
+            "plan compare run",
             "data audit run",
             "data show run",
             "generate run --prompt a --max_new_tokens 1",

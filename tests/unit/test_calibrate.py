@@ -1,4 +1,4 @@
-"""``crius plan --calibrate``: what it finds, and what it refuses to write."""
+"""``crius bench calibrate``: what it finds, and what it refuses to write."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def quick(monkeypatch):
 def test_calibrate_measures_this_machine_and_writes_a_file_that_plans(user_cache, quick, capsys):
     quick(lambda _, one: one)
     file = user_cache / "mine.toml"
-    assert cli.main(["plan", "--calibrate", "--out", str(file), "--json"]) == 0
+    assert cli.main(["bench", "calibrate", "--out", str(file), "--json"]) == 0
     found = hardware(str(file))
     assert json.loads(capsys.readouterr().out)["float32_flops"] == found.float32_flops > 1e8
     assert found.device == cpu_with_cores()
@@ -95,7 +95,7 @@ def test_calibrate_measures_this_machine_and_writes_a_file_that_plans(user_cache
 @pytest.mark.long
 def test_a_machine_whose_runs_contradict_each_other_is_not_written(user_cache, quick, capsys):
     quick(lambda number, one: replace(one, seconds=one.seconds * (10 if number == 3 else 1)), calibrate.MOST_OFF)
-    assert cli.main(["plan", "--calibrate"]) == 1
+    assert cli.main(["bench", "calibrate"]) == 1
     printed = capsys.readouterr()
     assert "contradict each other, and nothing was written" in printed.err
     assert "check a model: planned" in printed.err
@@ -107,7 +107,7 @@ def test_a_machine_whose_runs_contradict_each_other_is_not_written(user_cache, q
 def test_a_run_that_is_not_done_in_time_ends_the_calibration_and_leaves_no_process(user_cache, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "LIMIT_SECONDS", 1)
     begin = time.monotonic()
-    assert cli.main(["plan", "--calibrate"]) == 1
+    assert cli.main(["bench", "calibrate"]) == 1
     assert time.monotonic() - begin < 20
     assert "could not be measured within 1 s, and nothing was written" in capsys.readouterr().err
     assert not list(user_cache.rglob("*.toml"))
@@ -139,7 +139,7 @@ def test_second_turns_that_are_not_done_in_time_do_not_count(user_cache, quick):
         return one
 
     runs = quick(change)
-    assert cli.main(["plan", "--calibrate"]) == 0
+    assert cli.main(["bench", "calibrate"]) == 0
     assert [is_needed for _, is_needed in runs] == [True, True, True, False]
 
 
@@ -147,5 +147,5 @@ def test_second_turns_that_are_not_done_in_time_do_not_count(user_cache, quick):
 def test_a_slow_machine_has_shorter_runs(user_cache, quick, monkeypatch):
     monkeypatch.setattr(calibrate, "SLOW_SECONDS", 0)
     runs = quick(lambda _, one: one)
-    assert cli.main(["plan", "--calibrate"]) == 0
+    assert cli.main(["bench", "calibrate"]) == 0
     assert [settings["training.steps"] for settings, _ in runs] == [30, 20, 12, 20, 12]

@@ -59,7 +59,7 @@ def test_auto_refuses_degrees_and_a_gpu_that_it_does_not_know(monkeypatch, capsy
     monkeypatch.setattr(auto, "gpu_name", lambda: "NVIDIA Unheard 1")
     with pytest.raises(ConfigError, match="NVIDIA Unheard 1") as caught:
         auto.hardware_here(on_gpu=True, num_ranks=8, local_ranks=8, is_dry=False)
-    assert "crius plan --calibrate" in caught.value.fix
+    assert "crius bench calibrate" in caught.value.fix
     assert auto.hardware_here(on_gpu=True, num_ranks=8, local_ranks=8, is_dry=True).name == "h100-80g"
     monkeypatch.setattr(auto, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
     assert auto.hardware_here(on_gpu=True, num_ranks=16, local_ranks=4, is_dry=False).gpus_per_node == 4

@@ -260,10 +260,12 @@ def test_experts_that_do_not_fit_have_remedies(planned):
         (["--flavor", "8b", "--parallelism.tensor_parallel_degree", "3"], "tensor_parallel_degree 3 does not divide"),
         (["--flavor", "8b", "--activation_checkpoint.mode", "memory_budget"], "memory_budget cannot be planned"),
         (["--parallelism.pipeline_parallel_schedule_csv", "a.csv"], "no effect"),
-        (["--check", "--calibrate"], "exclude each other"),
-        (["--out", "a.toml"], "--out has no effect"),
+        (["--gpus", "8", "--check"], "crius plan check --gpus 8"),
+        (["--calibrate", "--out", "a.toml"], "crius bench calibrate --out a.toml"),
+        (["--validate=a.csv"], "crius plan validate a.csv"),
+        (["--compare", "runs/a", "--json"], "crius plan compare runs/a --json"),
         (["--seq_lens", "3"], "unknown flag --seq_lens"),
-        (["--model", "gpt-oss-120b", "--check", "--gpus", "64"], "not trainable yet"),
+        (["check", "--model", "gpt-oss-120b", "--gpus", "64"], "not trainable yet"),
     ],
 )
 def test_a_mistake_is_one_error_with_a_fix(plan, flags, said):

@@ -113,7 +113,7 @@ def test_a_name_of_several_cards_says_which_one_is_planned(plan, gpu, said):
 
 def test_a_plan_without_measurements_says_so_before_it_recommends(plan):
     lines = plan(*SMALL, "--gpu", "rtx-4090")[1].splitlines()
-    assert lines[1] == "outside the validated range: no measurement on rtx-4090: crius plan --calibrate"
+    assert lines[1] == "outside the validated range: no measurement on rtx-4090: crius bench calibrate"
     impossible = plan("--flavor", "8b", "--gpus", "1", "--gpu", "rtx-4090")[1].splitlines()
     assert impossible[1] == lines[1]
 

@@ -221,7 +221,7 @@ def test_a_comparison_says_both_and_the_error():
     unknown = Comparison(plan=planned(hardware=None), measured=measured)
     assert unknown.speed_error is None
     assert unknown.memory_error is None
-    assert "crius plan --calibrate" in unknown.line()
+    assert "crius bench calibrate" in unknown.line()
 
 
 def test_parts_of_a_sum_are_named_from_the_largest_down_and_not_below_a_hundredth():

@@ -358,7 +358,7 @@ def test_runs_of_crius_are_judged_by_their_settings(tmp_path, capsys):
     rows.append({**OWN, "id": "d", "training.seq_len": "many"})
     rows.append({**OWN, "id": "e", "num_gpus": "7"})
     rows.append({**OWN, "id": "f", "gpu": "abacus"})
-    assert cli.main(["plan", "--validate", str(written(tmp_path, *rows)), "--json"]) == 0
+    assert cli.main(["plan", "validate", str(written(tmp_path, *rows)), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in found["rows"]] == ["a", "b"]
     assert (found["tokens_per_second"]["n"], found["memory"]["n"]) == (2, 1)
@@ -368,20 +368,20 @@ def test_runs_of_crius_are_judged_by_their_settings(tmp_path, capsys):
     work = from_config(with_dtype(replace_fields(config, sizes), on_gpu=True), llama("8b"), 8)
     assert found["rows"][0]["planned_speed"] == pytest.approx(tokens_per_second(work, KNOWN["h100-80g"]))
     open_row = {key: value for key, value in OWN.items() if key not in ("compile.enable", "training.local_batch_size")}
-    assert cli.main(["plan", "--validate", str(written(tmp_path, open_row)), "--json"]) == 0
+    assert cli.main(["plan", "validate", str(written(tmp_path, open_row)), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == found["rows"][:1], "what a GPU does by itself"
     reasons = {one["id"]: one["reason"] for one in found["not_judged"]}
     assert "no model llama3/9b" in reasons["c"] and "training.seq_len" in reasons["d"]
     assert "multiply to 8 ranks, but there are 7" in reasons["e"] and "abacus" in reasons["f"]
-    assert cli.main(["plan", "--validate", str(written(tmp_path, OWN))]) == 0
+    assert cli.main(["plan", "validate", str(written(tmp_path, OWN))]) == 0
     assert "tokens per second: 1 runs, median" in capsys.readouterr().out
 
 
 def test_a_table_of_other_trainers_is_sent_to_the_script(tmp_path, capsys):
-    assert cli.main(["plan", "--validate", str(written(tmp_path, ROW))]) == 2
+    assert cli.main(["plan", "validate", str(written(tmp_path, ROW))]) == 2
     assert f"python benchmarks/planner/validate.py {tmp_path}" in capsys.readouterr().err
     short = {key: value for key, value in OWN.items() if key not in ("gpu", "memory_gib")}
-    assert cli.main(["plan", "--validate", str(written(tmp_path, short))]) == 2
+    assert cli.main(["plan", "validate", str(written(tmp_path, short))]) == 2
     assert "lack the columns gpu, memory_gib" in capsys.readouterr().err
 
 

@@ -173,7 +173,7 @@ def test_own_links_of_a_run_folder_to_its_large_parts_are_said(tmp_path, capsys)
     [
         "generate base --prompt a --prompt_file FILE",
         "evaluate base --tasks FILE",
-        "plan --validate FILE",
+        "plan validate FILE",
         "plan --gpu FILE",
         "config show --config FILE",
         "train --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule_csv FILE",

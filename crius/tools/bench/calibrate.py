@@ -1,4 +1,4 @@
-"""``crius plan --calibrate``: measures the speed of this machine in less than a minute, as a hardware file for the
+"""``crius bench calibrate``: measures the speed of this machine in less than a minute, as a hardware file for the
 planner.
 
 Matmuls, attention, copies and an all-gather are timed by themselves. The costs between them in a step come from short
@@ -120,7 +120,7 @@ def calibrate(out: Path | None, *, as_json: bool = False) -> int:
     found = measure(say)
     write_hardware(found, file)
     if as_json:
-        sys.stdout.write(json.dumps({"verb": "plan --calibrate", "file": str(file), **asdict(found)}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"verb": "bench calibrate", "file": str(file), **asdict(found)}, indent=2) + "\n")
     say(f"wrote {file}; plan with it: crius plan --gpu {shlex.quote(str(file))}")
     return 0
 
@@ -191,7 +191,7 @@ def _unsure(what: str, why: str) -> EnvironmentError:
     load = f" The load of the last minute is {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, this included."
     return EnvironmentError(
         what,
-        where="crius plan --calibrate",
+        where="crius bench calibrate",
         why=why + load,
         fix="stop other programs and run it again; or write a hardware file by hand (docs/planner.md)",
     )

@@ -125,7 +125,7 @@ def hardware_here(*, on_gpu: bool, num_ranks: int, local_ranks: int, is_dry: boo
             f"{FLAG} does not know the GPU {name or 'of this machine'}.",
             where=f"--{FLAG}",
             why="the choice depends on the memory and the speed of the GPUs",
-            fix="crius plan --calibrate measures it once; or give the degrees: crius plan --help",
+            fix="crius bench calibrate measures it once; or give the degrees: crius plan --help",
         )
     return replace(found, gpus_per_node=local_ranks) if local_ranks < num_ranks else found
 

@@ -42,7 +42,7 @@ def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
     reasons = []
     is_measured = hardware.generation in GENERATIONS and hardware.name not in UNMEASURED
     if not hardware.measured and not is_measured:
-        reasons.append(f"no measurement on {hardware.name}: crius plan --calibrate")
+        reasons.append(f"no measurement on {hardware.name}: crius bench calibrate")
     parameters = model_parameters(model)
     if not PARAMETERS[0] <= parameters <= PARAMETERS[1] and not hardware.measured:
         reasons.append(f"{parameters / 1e9:.3g} billion parameters: the measured range is 0.3 to 700")
@@ -240,7 +240,7 @@ class Comparison:
         """Both on one line, for a log."""
         plan, measured, hardware = self.plan, self.measured, self.plan.hardware
         if hardware is None:
-            return f"unknown machine {plan.machine.name}: crius plan --calibrate measures it"
+            return f"unknown machine {plan.machine.name}: crius bench calibrate measures it"
         parts = []
         if plan.tokens_per_second is not None and measured.tokens_per_second is not None:
             rate = f"{measured.tokens_per_second:,.0f} tokens/s/rank measured"
@@ -315,7 +315,7 @@ def compare_run(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{run_dir} cannot be compared with its plan: {error}.",
-            where="--compare",
+            where="command line",
             why=f"a run writes {PLAN} when it starts and metrics.jsonl after its steps",
             fix="give the folder of a run that has trained, such as runs/NAME",
         ) from None

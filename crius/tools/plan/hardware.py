@@ -198,7 +198,7 @@ def _problem(field: Field[Any], value: object) -> str:
 
 
 def user_file() -> Path:
-    """File that ``crius plan --calibrate`` writes: ``crius/hardware.toml`` in ``XDG_CACHE_HOME``, else in ~/.cache."""
+    """File that ``crius bench calibrate`` writes: ``crius/hardware.toml`` in ``XDG_CACHE_HOME``, else in ~/.cache."""
     return user_cache() / "hardware.toml"
 
 

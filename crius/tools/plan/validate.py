@@ -1,6 +1,6 @@
-"""Errors of plans: ``crius plan --validate FILE`` and ``--check``. Torch-free.
+"""Errors of plans. Torch-free.
 
-``--validate`` compares plans with measured runs, ``--check`` with the dry run of the real code.
+``crius plan validate`` compares plans with measured runs, ``crius plan check`` with the dry run of the real code.
 
 A row of the file is a run of Crius. Columns with a dot are settings. The others are ``gpu``, ``num_gpus``,
 ``tokens_per_second_per_rank`` and ``memory_gib``, as in ``metrics.jsonl`` (one of the last two may be blank), and
@@ -161,7 +161,7 @@ def validate_file(path: Path, read: Read) -> Report:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    where = f"--validate {path}"
+    where = str(path)
     try:
         lines = text_named(path).splitlines(keepends=True)
         rows = [

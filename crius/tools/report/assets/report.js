@@ -416,7 +416,7 @@ function planTable(run) {
   const parts = breakdown(plan.memory_bytes, gib, "memory"), times = breakdown(plan.step_seconds, (v) => `${(1e3 * v).toFixed(1)} ms`, "step");
   return [table([["", ""], ["planned", "r"], ["measured", "r"], ["error", "r"]], rows, "plan"), parts, times,
     known ? note(`Planned for ${plan.hardware}. The first 5 steps after a start are not measured.`)
-      : note("This machine is not calibrated. The plan has no speed, and its memory counts tensors only, not the rest of the processes. crius plan --calibrate measures both.")];
+      : note("This machine is not calibrated. The plan has no speed, and its memory counts tensors only, not the rest of the processes. crius bench calibrate measures both.")];
 }
 const sum = (parts) => { const values = Object.values(parts || {}).filter(isNumber); return values.length ? values.reduce((a, b) => a + b, 0) : null; };
 const gib = (value) => `${(value / GIB).toFixed(2)} GiB`;
