@@ -11,6 +11,7 @@ from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 from crius.config.training import SET_BY_FORMAT
 from crius.errors import ConfigError
+from crius.tools.bench.options import Timed
 
 MOVED = {
     "checkpoint": "checkpoint",
@@ -29,21 +30,7 @@ def quantize(
     *,
     recipe: Recipe = "",
     config: ConfigFiles = (),
-    gpu: Annotated[str, "GPU to use: here is the first of this machine."] = "here",
-    tokens: Annotated[int, "Tokens that a layer multiplies: those of a rank's microbatch."] = 8192,
-    repeat: Annotated[int, "Rounds; each round times everything that is compared."] = 7,
-    formats: Annotated[
-        str,
-        (
-            "Out of float8_tensorwise, float8_rowwise, float8_rowwise_with_gw_hp and mxfp8, joined by commas. "
-            "Empty: all that the device has matmuls for."
-        ),
-    ] = "",
-    modes: Annotated[str, "eager, compiled, or both joined by a comma. Empty: both."] = "",
-    emulated: Annotated[
-        bool,
-        "Time the emulation if there are no such matmuls; it is not the format's speed.",
-    ] = False,
+    options: Timed = Timed(),  # noqa: B008
     as_json: Json = False,
 ) -> int:
     """Time each linear shape of a model in bfloat16 and in each low precision, and report which formats are slower.
@@ -58,17 +45,7 @@ def quantize(
     others = [name for name in flatten(run) if name.endswith("_degree") and "tensor" not in name]
     refuse_given(others, "they change the shape of no linear layer")
     refuse_given(SET_BY_FORMAT, "all formats are timed, or those of --formats")
-    return quantize(
-        run,
-        facts.model,
-        gpu=gpu,
-        tokens=tokens,
-        repeat=repeat,
-        formats=formats,
-        modes=modes,
-        emulated=emulated,
-        as_json=as_json,
-    )
+    return quantize(run, facts.model, options, as_json=as_json)
 
 
 @bench_app.verb

@@ -16,17 +16,18 @@ from crius.config.training import FORMATS
 from crius.models.layers import Linear
 from crius.tools import bench as tools_bench
 from crius.tools.bench import quantize, speedups
+from crius.tools.bench.options import Timed
 from crius.tools.bench.result import Samples
 from crius.train.inputs import describe_model
 
 CPU = torch.device("cpu")
 TINY = ["--model.num_layers", "1", "--training.device", "cpu"]
-FEW = {"tokens": 32, "repeat": 2, "modes": "eager", "emulated": True, "as_json": True}
+FEW = {"tokens": 32, "repeat": 2, "modes": "eager", "emulated": True}
 
 
 def test_each_shape_is_timed_once_in_each_format(capsys):
     config = parse([*TINY, "--model.num_layers", "2"])
-    assert quantize.quantize(config, describe_model(config), **FEW) == 0
+    assert quantize.quantize(config, describe_model(config), Timed(**FEW), as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     shapes = {(row["out_features"], row["in_features"]): row["layers"] for row in found["rows"]}
     assert shapes == {

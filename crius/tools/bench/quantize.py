@@ -15,6 +15,7 @@ from crius.parallel.compile import prepare_compile
 from crius.parallel.runtime import pick_device
 from crius.quantize.convert import convert, missing_matmuls
 from crius.tools.bench.machine import Machine, seconds_of
+from crius.tools.bench.options import Timed
 from crius.tools.bench.result import Samples
 from crius.tools.bench.speedups import HIGH, MODES, Shape, report
 
@@ -27,13 +28,8 @@ MOST_REPEATS = 50
 def quantize(
     config: RunConfig,
     facts: ModelDescription,
+    options: Timed,
     *,
-    gpu: str = "here",
-    tokens: int = 8192,
-    repeat: int = 7,
-    formats: str = "",
-    modes: str = "",
-    emulated: bool = False,
     as_json: bool = False,
 ) -> int:
     """Time each distinct linear shape of the model in turns in bfloat16 and in each format, eager and compiled.
@@ -44,12 +40,7 @@ def quantize(
     Args:
         config: the model and its tensor-parallel degree.
         facts: sizes of the model.
-        gpu: only ``here``.
-        tokens: rows that a layer multiplies.
-        repeat: rounds.
-        formats: names of ``FORMATS`` joined by commas; empty: formats that the device has matmuls for.
-        modes: ``eager`` and ``compiled``, joined by commas; empty: both.
-        emulated: time the emulation if the device lacks such matmuls.
+        options: what is timed; tokens are rows that a layer multiplies.
         as_json: print JSON instead of a table.
 
     Returns:
@@ -60,18 +51,17 @@ def quantize(
             or a name is unknown.
     """
     device = pick_device(config.training.device, 0)
-    names = _formats(formats, device, gpu, emulated)
-    chosen = _named("--modes", modes, MODES)
-    if repeat < 1 or tokens < 1:
-        wrong = f"--repeat {repeat}" if repeat < 1 else f"--tokens {tokens}"
-        raise ConfigError(f"{wrong} is not positive.", where="command line", fix="--repeat 7 --tokens 8192")
+    tokens = options.tokens
+    emulated = options.emulated
+    names = _formats(options.formats, device, options.gpu, emulated)
+    chosen = _named("--modes", options.modes, MODES)
     _check_tokens(config, names, tokens)
     if "compiled" in chosen:
         prepare_compile(config.compile)
     shapes = shapes_of(config, facts)
     for shape in shapes:
         works = _works(config, shape, names, chosen, tokens, device, emulated)
-        _time(shape, works, repeat, device)
+        _time(shape, works, options.repeat, device)
         del works
         if device.type == "cuda":
             torch.cuda.empty_cache()
