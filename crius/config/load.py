@@ -98,7 +98,8 @@ class RunSources:
         self.recipe = ""
         self.counted: set[str] = set()
         self._spellings = spellings
-        self._read_model, self._read_weights = read_model, read_weights
+        self._read_model = read_model
+        self._read_weights = read_weights
         self._read_data = read_data
         self._locate = locate
         self._model_file = ""

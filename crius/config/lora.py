@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from crius.config.param_groups import fits, fits_any
 
-NF4_BLOCK, NF4_SCALES = 64, 256
+NF4_BLOCK = 64
+NF4_SCALES = 256
 """Numbers that share a scale in nf4, and scales that share a second scale (Dettmers et al. 2023, arXiv:2305.14314)."""
 
 

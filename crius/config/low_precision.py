@@ -96,7 +96,8 @@ def linear_choices(config: RunConfig, model: Any, plan: Any, *, accelerated: boo
     Raises:
         PlanError: Crius does not know how a style of the plan splits a linear layer.
     """
-    dense, degree = config.quantize.dense, config.parallelism.tensor_parallel_degree
+    dense = config.quantize.dense
+    degree = config.parallelism.tensor_parallel_degree
     is_emulated = not accelerated or getattr(dense, kind(dense)).emulate
     is_filtered = dense.auto_filter == "on" or (dense.auto_filter == "auto" and not is_emulated)
     return [
@@ -183,7 +184,8 @@ def _choose(
     local = _largest_share(shape, parts)
     rounded = (-(-local[0] // unit) * unit, -(-local[1] // unit) * unit)
     uneven = indivisible(shape, parts, unit)
-    excluded, included = fits_any(dense.exclude, name), fits_any(dense.include, name)
+    excluded = fits_any(dense.exclude, name)
+    included = fits_any(dense.include, name)
     kept = ""
     if excluded:
         kept = f"excluded by {excluded}"

@@ -202,7 +202,8 @@ def meant(name: str, known: Iterable[str], value: str = "") -> tuple[str, str]:
             the two is empty.
     """
     name = name.removeprefix("quantize.linear.")  # torchtitan's newer name for its float8 and mx
-    names, (section, _, leaf) = list(known), name.rpartition(".")
+    names = list(known)
+    (section, _, leaf) = name.rpartition(".")
     sections = (f"{outer}.*" for outer in itertools.accumulate(section.split("."), "{}.{}".format))
     if OPTIONS_BY_NAME.get(name) in names:
         return OPTIONS_BY_NAME[name], ""

@@ -14,7 +14,8 @@ def fits(pattern: str, name: str) -> bool:
 
     ``wk``, ``attention.wk``, ``layers.0`` and ``layers.*.attention`` all fit ``layers.0.attention.wk``.
     """
-    wanted, parts = pattern.split("."), name.split(".")
+    wanted = pattern.split(".")
+    parts = name.split(".")
     starts = range(len(parts) - len(wanted) + 1)
     return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
 

@@ -113,7 +113,8 @@ def microbatches_allowed(parallelism: ParallelismConfig, count: int) -> bool:
 
 def _microbatch_divisor(parallelism: ParallelismConfig, count: int) -> int:
     """Number that must divide ``count``; ``count + 1`` if there are too few microbatches."""
-    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    degree = parallelism.pipeline_parallel_degree
+    schedule = parallelism.pipeline_parallel_schedule
     if degree <= 1:
         return 1
     if parallelism.pipeline_parallel_schedule_csv:
@@ -182,7 +183,8 @@ def split_stages(modules: Sequence[Module], stages: int, parallelism: Parallelis
     less = (parallelism.pipeline_parallel_first_stage_less_layers, parallelism.pipeline_parallel_last_stage_less_layers)
     is_even = less == (-1, -1)
     sizes = _balanced(tuple(costs), stages) if is_even else _dealt(len(layers), stages, *(max(0, n) for n in less))
-    found, start = [], 0
+    found = []
+    start = 0
     for size in sizes:
         found.append(tuple(names[bounds[start] : bounds[start + size]]))
         start += size
@@ -197,7 +199,8 @@ def layers_of_stages(stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)
 def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     """Sizes of ``stages`` runs of ``costs`` whose greatest sum is as small as possible, then with even sums."""
-    low, high = max(costs), sum(costs)
+    low = max(costs)
+    high = sum(costs)
     while high - low > 1e-12 * high:
         limit = (low + high) / 2
         low, high = (low, limit) if _runs_below(costs, limit) <= stages else (limit, high)
@@ -209,7 +212,8 @@ def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
         fresh: list[tuple[float, tuple[int, ...]] | None] = [None] * (len(costs) + 1)
         for stop in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
             for start in range(stop - 1, stage - 1, -1):
-                earlier, own = row[start], before[stop] - before[start]
+                earlier = row[start]
+                own = before[stop] - before[start]
                 if own > limit:
                     break
                 known = fresh[stop]
@@ -223,7 +227,8 @@ def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 def _runs_below(costs: Sequence[float], limit: float) -> int:
     """The fewest runs of ``costs`` whose sums are at most ``limit``; no single cost is above ``limit``."""
-    runs, total = 1, 0.0
+    runs = 1
+    total = 0.0
     for cost in costs:
         runs, total = (runs, total + cost) if total + cost <= limit else (runs + 1, cost)
     return runs

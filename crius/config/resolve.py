@@ -183,7 +183,8 @@ def loss_chunks(
         num_ranks: tensor-parallel ranks that the vocabulary is split over.
         in_low_precision: whether the output layer runs in low precision.
     """
-    asked, parallelism = config.kernels.linear_cross_entropy, config.parallelism
+    asked = config.kernels.linear_cross_entropy
+    parallelism = config.parallelism
     if asked == "off":
         return LossChunks(None, 0, "as asked")
     if in_low_precision:
@@ -243,7 +244,8 @@ def batch_sizes(training: TrainingConfig, data_parallel_ranks: int, microbatch_u
         ValueError: the sizes do not divide; the message names them and sizes that do. ``rules`` turns it into a
             ``ConfigError`` before anything starts.
     """
-    local, total = training.local_batch_size, training.global_batch_size
+    local = training.local_batch_size
+    total = training.global_batch_size
     if training.reproducible and training.virtual_shards >= 1 and training.virtual_shards % data_parallel_ranks == 0:
         return _virtual_batch_sizes(training, data_parallel_ranks)
     if total == -1:
@@ -275,7 +277,9 @@ def batch_unit(training: TrainingConfig, data_parallel_ranks: int, microbatch_un
 
 def _virtual_batch_sizes(training: TrainingConfig, data_parallel_ranks: int) -> BatchSizes:
     """A microbatch is a virtual shard."""
-    local, total, shards = training.local_batch_size, training.global_batch_size, training.virtual_shards
+    local = training.local_batch_size
+    total = training.global_batch_size
+    shards = training.virtual_shards
     if total == -1:
         total = shards * (local if local != -1 else -(-AUTO_GLOBAL_BATCH_SIZE // shards))
     if total % shards:
@@ -307,5 +311,6 @@ def _local_batch_size(share: int, microbatch_unit: int) -> int:
 
 
 def _nearest_multiples(value: int, unit: int) -> str:
-    below, above = value // unit * unit, -(-value // unit) * unit
+    below = value // unit * unit
+    above = -(-value // unit) * unit
     return f"nearest that work: {below} or {above}" if below else f"the least that works: {above}"

@@ -244,7 +244,8 @@ _LARGEST_STEP = 2**36
 
 def sizes(facts: Facts) -> Violations:
     """No number is so large that torch's tensor sizes overflow."""
-    training, values = facts.config.training, flatten(facts.config)
+    training = facts.config.training
+    values = flatten(facts.config)
     largest = {
         "training.steps": 2**63 - 1,
         "training.epochs": 2**63 - 1,
@@ -312,7 +313,8 @@ def sinks_installed(facts: Facts) -> Violations:
 
 def extras_installed(facts: Facts) -> Violations:
     """Optional packages that the run asks for are installed."""
-    config, dense = facts.config, facts.config.quantize.dense
+    config = facts.config
+    dense = facts.config.quantize.dense
     needs_datasets = config.data.source == "huggingface"
     wanted = [
         (config.metrics.enable_tensorboard, "metrics.enable_tensorboard", "tensorboard"),

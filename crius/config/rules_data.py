@@ -89,7 +89,8 @@ def virtual_shards_split(facts: Facts) -> Violations:
 
 def chat_reads_conversations(facts: Facts) -> Violations:
     """Conversations come from one or two columns of files with rows, and the tokenizer has a chat template."""
-    config, data = facts.config, facts.config.data
+    config = facts.config
+    data = facts.config.data
     if data.format != "chat" or facts.is_dry:
         return
     if data.source not in CHAT_SOURCES:
@@ -142,7 +143,8 @@ def chat_flags_have_effect(facts: Facts) -> Violations:
 
 def length_is_said_once(facts: Facts) -> Violations:
     """A run ends after its steps or after whole epochs."""
-    epochs, steps = facts.config.training.epochs, facts.config.training.steps
+    epochs = facts.config.training.epochs
+    steps = facts.config.training.steps
     if epochs != -1 and epochs < 1:
         return  # ``ranges`` reports it
     # if two sources gave them, the stronger one has won, and the other setting has its default or follows from the plan
@@ -164,7 +166,8 @@ def length_is_said_once(facts: Facts) -> Violations:
 
 def packed_samples_keep_apart(facts: Facts) -> Violations:
     """Conversations in one sequence do not see each other."""
-    data, mask = facts.config.data, facts.config.model.attention_mask
+    data = facts.config.data
+    mask = facts.config.model.attention_mask
     if data.format == "chat" and data.packing and mask != "document":
         yield facts.error(
             f"packed conversations see those before them in their sequence with model.attention_mask {mask}.",

@@ -5,7 +5,8 @@ from crius.config.facts import Facts, Violations
 
 def profiler_window(facts: Facts) -> Violations:
     """The profiler's window lies inside the run, and settings of a trace are given only with a trace."""
-    profiler, steps = facts.config.profiler, facts.config.training.steps
+    profiler = facts.config.profiler
+    steps = facts.config.training.steps
     last = profiler.start_step + profiler.num_steps - 1
     has_window = profiler.enable or profiler.memory_snapshot
     reason = " without a trace"

@@ -15,7 +15,8 @@ def _ranks(facts: Facts) -> int:
 
 def expert_parallel_divides(facts: Facts) -> Violations:
     """Expert parallelism gives each rank the same number of whole experts, and its ranks share a layer."""
-    degree, model = facts.config.parallelism.expert_parallel_degree, facts.model
+    degree = facts.config.parallelism.expert_parallel_degree
+    model = facts.model
     if degree <= 1 or model is None or facts.config.model.num_experts == 0:
         return
     if not facts.has_experts:
@@ -25,7 +26,8 @@ def expert_parallel_divides(facts: Facts) -> Violations:
             fix=f"--{DEGREE} 1",
         )
         return
-    ranks, experts = _ranks(facts), model.num_experts
+    ranks = _ranks(facts)
+    experts = model.num_experts
     legal = [n for n in divisors(ranks) if experts % n == 0]
     if degree in legal or ranks < 1:
         return
@@ -53,7 +55,8 @@ def expert_parallel_divides(facts: Facts) -> Violations:
 def _uneven(facts: Facts, degree: int, num_ranks: int) -> list[str]:
     """Sizes of experts that FSDP cannot split over the ranks that expert parallelism of ``degree`` leaves."""
     assert facts.model is not None
-    ranks, experts = num_ranks // degree, facts.model.num_experts // degree
+    ranks = num_ranks // degree
+    experts = facts.model.num_experts // degree
     layer = facts.model.experts[1]
     assert layer is not None
     inside = {weight.shape[1] for weight in layer.weights if weight.is_routed} if experts < ranks else set()
@@ -66,7 +69,8 @@ def experts_split_evenly(facts: Facts) -> Violations:
     if not facts.has_experts or min(degree, _ranks(facts)) < 1 or list(expert_parallel_divides(facts)):
         return
     assert facts.model is not None
-    experts, ranks = facts.model.num_experts, _ranks(facts)
+    experts = facts.model.num_experts
+    ranks = _ranks(facts)
     legal = [n for n in divisors(ranks) if experts % n == 0 and not _uneven(facts, n, ranks)]
     if degree not in legal:
         shown = [f"--{DEGREE} {n}" for n in legal if n > degree][:1] or [f"--{DEGREE} {n}" for n in legal[-1:]]
@@ -82,7 +86,8 @@ def experts_split_evenly(facts: Facts) -> Violations:
 def _more_replicas(facts: Facts) -> str:
     """Flags that split weights over fewer ranks, and have more replicas, so that experts are split evenly."""
     parallelism = facts.config.parallelism
-    shards, degree = parallelism.shard_degree(facts.num_ranks), parallelism.expert_parallel_degree
+    shards = parallelism.shard_degree(facts.num_ranks)
+    degree = parallelism.expert_parallel_degree
     legal = [n for n in divisors(shards) if n % degree == 0 and not _uneven(facts, degree, _ranks(facts) // shards * n)]
     if not legal:
         return "--model.expert_ffn_dim with a multiple of the ranks"
@@ -94,8 +99,10 @@ def _more_replicas(facts: Facts) -> str:
 
 def experts_are_not_resharded(facts: Facts) -> Violations:
     """An integer ``reshard_after_forward_mode`` needs whole weights that FSDP alone splits, by their first dim."""
-    parallelism, name = facts.config.parallelism, "parallelism.reshard_after_forward_mode"
-    degree, mode = parallelism.expert_parallel_degree, parallelism.reshard_after_forward_mode
+    parallelism = facts.config.parallelism
+    name = "parallelism.reshard_after_forward_mode"
+    degree = parallelism.expert_parallel_degree
+    mode = parallelism.reshard_after_forward_mode
     if not facts.has_experts or isinstance(mode, str) or degree < 1 or list(reshard_degree_divides(facts)):
         return
     assert facts.model is not None

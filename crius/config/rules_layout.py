@@ -27,7 +27,8 @@ def listed(numbers: Iterable[int]) -> str:
 
 def degrees_match_ranks(facts: Facts) -> Violations:
     """The product of the degrees is the number of ranks, if something else fixed that number."""
-    parallelism, ranks = facts.config.parallelism, facts.asked_ranks
+    parallelism = facts.config.parallelism
+    ranks = facts.asked_ranks
     total = parallelism.total_ranks(ranks)
     if not ranks or total == ranks or total < 1:
         return
@@ -115,7 +116,8 @@ FILES = 128
 
 def open_files_suffice(facts: Facts) -> Violations:
     """The limit of open files suffices. A rank may open a connection to each other rank, and again in each group."""
-    needed, there = FILES + facts.num_ranks * 3 // 2, most_open_files()
+    needed = FILES + facts.num_ranks * 3 // 2
+    there = most_open_files()
     if not facts.is_dry and there < needed:
         yield LayoutError(
             f"{facts.num_ranks} ranks need about {needed:,} open files each, but this host allows {there:,}.",
@@ -164,7 +166,8 @@ def reshard_degree_divides(facts: Facts) -> Violations:
 
 def reshard_groups_need_all_ranks(facts: Facts) -> Violations:
     """FSDP creates the groups of an integer reshard mode in a call that all ranks must make in the same order."""
-    parallelism, name = facts.config.parallelism, "parallelism.reshard_after_forward_mode"
+    parallelism = facts.config.parallelism
+    name = "parallelism.reshard_after_forward_mode"
     mode = parallelism.reshard_after_forward_mode
     split = {"tensor": parallelism.tensor_parallel_degree, "pipeline": parallelism.pipeline_parallel_degree}
     others = [kind for kind, degree in split.items() if degree > 1]
@@ -180,7 +183,8 @@ def reshard_groups_need_all_ranks(facts: Facts) -> Violations:
 def tensor_parallel_divides(facts: Facts) -> Violations:
     """Tensor parallelism gives each rank whole heads and equal parts of the hidden dim and of the sequence."""
     name = "parallelism.tensor_parallel_degree"
-    degree, model = facts.config.parallelism.tensor_parallel_degree, facts.model
+    degree = facts.config.parallelism.tensor_parallel_degree
+    model = facts.model
     if degree <= 1 or model is None:
         return
     if not model.plan.tensor_parallel:
@@ -219,15 +223,18 @@ def tensor_parallel_divides(facts: Facts) -> Violations:
 
 def sequence_divides(facts: Facts) -> Violations:
     """Context and sequence parallelism cut a sequence into equal parts."""
-    parallelism, seq_len = facts.config.parallelism, facts.config.training.seq_len
-    tp, cp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    parallelism = facts.config.parallelism
+    seq_len = facts.config.training.seq_len
+    tp = parallelism.tensor_parallel_degree
+    cp = parallelism.context_parallel_degree
     if min(tp, cp, seq_len) < 1:
         return  # other rules report it
     chunks = 2 * cp if cp > 1 and parallelism.context_parallel_method == "all_gather" else cp
     unit = cp * tp * (chunks // cp if (cp * tp) % chunks else 1)
     if seq_len % unit == 0 or list(tensor_parallel_divides(facts)):
         return
-    below, above = seq_len // unit * unit, -(-seq_len // unit) * unit
+    below = seq_len // unit * unit
+    above = -(-seq_len // unit) * unit
     parts = [f"{tp} tensor-parallel ranks"] * (tp > 1) + [f"{cp} context-parallel ranks"] * (cp > 1)
     yield facts.layout_error(
         f"training.seq_len {seq_len} is not a multiple of {unit}, which {' and '.join(parts)} need.",
@@ -239,8 +246,10 @@ def sequence_divides(facts: Facts) -> Violations:
 
 def ulysses_divides(facts: Facts) -> Violations:
     """Ulysses gives each rank of a sequence whole heads; with a single rank the method has no effect."""
-    parallelism, model = facts.config.parallelism, facts.model
-    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    parallelism = facts.config.parallelism
+    model = facts.model
+    cp = parallelism.context_parallel_degree
+    tp = parallelism.tensor_parallel_degree
     method = "parallelism.context_parallel_method"
     if cp == 1 and facts.origin(method) == "command line" and parallelism.context_parallel_method != "all_gather":
         yield facts.error(
@@ -251,7 +260,8 @@ def ulysses_divides(facts: Facts) -> Violations:
     if cp <= 1 or tp < 1 or model is None or parallelism.context_parallel_method != "ulysses":
         return
     queries, pairs = (getattr(model, field) for field in facts.heads)
-    heads, kv = max(1, queries // tp), max(1, pairs // tp)
+    heads = max(1, queries // tp)
+    kv = max(1, pairs // tp)
     legal = [n for n in divisors(heads) if kv % n == 0 or n % kv == 0]
     if cp not in legal:
         near = max(n for n in legal if n <= cp)
@@ -279,7 +289,8 @@ def gradient_sync_under_pipeline(facts: Facts) -> Violations:
 
 def async_tensor_parallel_needs(facts: Facts) -> Violations:
     """Async tensor parallelism is a compiler pass over tensor parallelism, so it needs both."""
-    config, name = facts.config, "parallelism.enable_async_tensor_parallel"
+    config = facts.config
+    name = "parallelism.enable_async_tensor_parallel"
     if not config.parallelism.enable_async_tensor_parallel:
         return
     if not config.compile.enable:

@@ -49,7 +49,8 @@ def targets_fit_layers(facts: Facts) -> Violations:
     names = ", ".join(dict.fromkeys(map(numberless, linears)))
     others = [weight.name.removesuffix(".weight") for weight in facts.model.weights] + ["output"]
     for pattern in unmatched(facts.config.lora, facts.model):
-        near, why = nearest(pattern, list(linears)), "only linear layers of the blocks get adapters"
+        near = nearest(pattern, list(linears))
+        why = "only linear layers of the blocks get adapters"
         if any(fits(pattern, name) for name in others):
             why += ", not the embedding, the output layer, norms or experts"
         yield facts.error(
@@ -63,7 +64,8 @@ def targets_fit_layers(facts: Facts) -> Violations:
 
 def lora_goes_with(facts: Facts) -> Violations:
     """Settings that would change the frozen weights, or that were never tested with adapters, are refused."""
-    config, lora = facts.config, facts.config.lora
+    config = facts.config
+    lora = facts.config.lora
     if not lora.is_on:
         return
     dense = config.quantize.dense
@@ -117,7 +119,8 @@ def the_model_has_no_state(facts: Facts) -> Violations:
 
 def quantized_base_fits(facts: Facts) -> Violations:
     """A base in fewer bits is not split by tensor parallelism, and torchao can round at least one layer."""
-    config, lora = facts.config, facts.config.lora
+    config = facts.config
+    lora = facts.config.lora
     if not lora.is_on or lora.base == "keep":
         return
     degree = config.parallelism.tensor_parallel_degree
@@ -149,7 +152,8 @@ def quantized_base_fits(facts: Facts) -> Violations:
 
 def split_base_needs_torch(facts: Facts) -> Violations:
     """FSDP can split integer weights from torch 2.12 on."""
-    lora, version = facts.config.lora, installed_torch()
+    lora = facts.config.lora
+    version = installed_torch()
     if lora.is_on and lora.base != "keep" and facts.num_ranks > 1 and version and version[0] < _WHOLE_NUMBERS_TORCH:
         yield facts.layout_error(
             f"--lora.base {lora.base} on {facts.num_ranks} ranks needs torch 2.12 or newer; torch {version[1]} is "
@@ -162,7 +166,9 @@ def split_base_needs_torch(facts: Facts) -> Violations:
 
 def every_stage_has_adapters(facts: Facts) -> Violations:
     """Each stage of a pipeline has an adapter, because gradients flow back through all of them."""
-    parallelism, model, lora = facts.config.parallelism, facts.model, facts.config.lora
+    parallelism = facts.config.parallelism
+    model = facts.model
+    lora = facts.config.lora
     if model is None or not lora.is_on or parallelism.pipeline_parallel_degree < 2 or list(modules_split(facts)):
         return
     names = target_names(lora, model)

@@ -60,7 +60,8 @@ def experts_are_enough(facts: Facts) -> Violations:
 
 def router_learns(facts: Facts) -> Violations:
     """A router that chooses one expert, and gives it weight 1, has no gradient but that of the balance losses."""
-    model, moe = facts.model, facts.config.moe
+    model = facts.model
+    moe = facts.config.moe
     if not facts.has_experts or model.top_k != 1 or not model.config.norm_topk or facts.config.lora.is_on:
         return
     if (moe.aux_loss == "none" or moe.aux_loss_coefficient == 0) and moe.z_loss_coefficient == 0:
@@ -91,7 +92,8 @@ def groups_have_enough(facts: Facts) -> Violations:
     groups = getattr(model.config, "num_groups", 1) if model else 1
     if model is None or not facts.has_experts or groups <= 1 or min(model.num_experts, model.top_k) < 1:
         return
-    experts, best = model.num_experts, model.config.top_groups
+    experts = model.num_experts
+    best = model.config.top_groups
     if experts % groups or experts < 2 * groups:
         yield facts.error(
             f"model.num_experts {experts} does not divide into {groups} equal groups of two or more.",

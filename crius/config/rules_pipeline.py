@@ -60,7 +60,8 @@ def schedule_file_runs(facts: Facts) -> Violations:
 def stages_per_rank_suit(facts: Facts) -> Violations:
     """The schedule can run the given number of stages per rank."""
     parallelism = facts.config.parallelism
-    given, schedule = parallelism.pipeline_parallel_stages_per_rank, parallelism.pipeline_parallel_schedule
+    given = parallelism.pipeline_parallel_stages_per_rank
+    schedule = parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_degree <= 1 or parallelism.pipeline_parallel_schedule_csv or given == -1:
         return
     ranges = {"gpipe": (1, 1), "1f1b": (1, 1), "interleave_1f1b": (1, given), **dict.fromkeys(V_SCHEDULES, (2, 2))}
@@ -78,19 +79,23 @@ def stages_per_rank_suit(facts: Facts) -> Violations:
 
 def modules_split(facts: Facts) -> Violations:
     """Every stage has a layer, and explicit lists hold every module once."""
-    parallelism, model = facts.config.parallelism, facts.model
+    parallelism = facts.config.parallelism
+    model = facts.model
     if model is None or not _is_sound(facts):
         return
     modules = model.modules(1)
-    layers, stages = sum(is_layer(module.name) for module in modules), num_stages(parallelism)
+    layers = sum(is_layer(module.name) for module in modules)
+    stages = num_stages(parallelism)
     if stages <= layers:
         try:
             split_stages(modules, stages, parallelism)
         except LayoutError as error:
             yield error
         return
-    degree, each = parallelism.pipeline_parallel_degree, stages_per_rank(parallelism)
-    name, legal = f"{PREFIX}degree", range(2, layers // each + 1)
+    degree = parallelism.pipeline_parallel_degree
+    each = stages_per_rank(parallelism)
+    name = f"{PREFIX}degree"
+    legal = range(2, layers // each + 1)
     halves = [n for n in legal if degree % n == 0]  # the ranks still divide
     if legal and not parallelism.pipeline_parallel_schedule_csv:
         fix = f"--{name} {max(halves or legal)}"
@@ -107,7 +112,9 @@ def modules_split(facts: Facts) -> Violations:
 
 def microbatches_suit(facts: Facts) -> Violations:
     """The schedule can run the number of microbatches that follows from the batch sizes."""
-    parallelism, training, ranks = facts.config.parallelism, facts.config.training, facts.data_parallel_ranks
+    parallelism = facts.config.parallelism
+    training = facts.config.training
+    ranks = facts.data_parallel_ranks
     sizes = (training.local_batch_size, training.global_batch_size)
     if not _is_sound(facts) or ranks < 1 or any(size < 1 and size != -1 for size in sizes):
         return
@@ -116,7 +123,8 @@ def microbatches_suit(facts: Facts) -> Violations:
         batch = batch_sizes(training, ranks, unit)
     except ValueError:
         return  # batch_divides reports it
-    count, share = batch.accumulation, batch.total // ranks
+    count = batch.accumulation
+    share = batch.total // ranks
     if microbatches_allowed(parallelism, count):
         return
     legal = legal_microbatches(parallelism, share)
@@ -146,9 +154,11 @@ def split_backward_goes_with(facts: Facts) -> Violations:
     if not _is_sound(facts) or not splits_backward(parallelism):
         return
     if parallelism.pipeline_parallel_schedule_csv:
-        asked, other = "schedule_csv", "a file with full backwards (B) only"
+        asked = "schedule_csv"
+        other = "a file with full backwards (B) only"
     else:
-        asked, other = "schedule", f"--{PREFIX}schedule interleave_1f1b"
+        asked = "schedule"
+        other = f"--{PREFIX}schedule interleave_1f1b"
     schedule = f"{PREFIX}{asked} {getattr(parallelism, f'pipeline_parallel_{asked}')}"
     if (version := installed_torch()) and version[0] < _SPLITTING_TORCH:
         yield facts.layout_error(

@@ -65,7 +65,8 @@ def patterns_fit_layers(facts: Facts) -> Violations:
     """Every pattern fits a linear layer, and no layer is to be both kept and converted."""
     if facts.model is None:
         return
-    dense, linears = facts.config.quantize.dense, list(facts.model.linears)
+    dense = facts.config.quantize.dense
+    linears = list(facts.model.linears)
     for field, patterns in (("exclude", dense.exclude), ("include", dense.include)):
         name = f"quantize.dense.{field}"
         for pattern in patterns:
@@ -79,7 +80,8 @@ def patterns_fit_layers(facts: Facts) -> Violations:
                 hint = f", did you mean {near}?" if near else "."
             names = ", ".join(dict.fromkeys(map(numberless, linears)))
             if "," in pattern:  # such a pattern fits no layer
-                near, hint = pattern, ": repeat the flag for each pattern."
+                near = pattern
+                hint = ": repeat the flag for each pattern."
             mended = tuple(near if other == pattern else other for other in patterns)
             yield facts.error(
                 f"--{name} {pattern} matches no linear layer of {facts.model_name}{hint}",
@@ -88,7 +90,8 @@ def patterns_fit_layers(facts: Facts) -> Violations:
             )
     both = [linear for linear in linears if fits_any(dense.exclude, linear) and fits_any(dense.include, linear)]
     if both:
-        excluded, included = fits_any(dense.exclude, both[0]), fits_any(dense.include, both[0])
+        excluded = fits_any(dense.exclude, both[0])
+        included = fits_any(dense.include, both[0])
         yield facts.error(
             f"--quantize.dense.exclude {excluded} and --quantize.dense.include {included} both fit {both[0]}.",
             "quantize.dense.exclude",
@@ -100,7 +103,8 @@ def patterns_fit_layers(facts: Facts) -> Violations:
 
 def _include_without(facts: Facts, linears: Iterable[str]) -> str:
     """Flags that include none of ``linears``."""
-    name, names = "quantize.dense.include", list(linears)
+    name = "quantize.dense.include"
+    names = list(linears)
     patterns = facts.config.quantize.dense.include
     left = tuple(pattern for pattern in patterns if not any(fits(pattern, linear) for linear in names))
     return _given(name, left) if left else f"leave out --{name}"
@@ -138,7 +142,8 @@ def included_layers_divide(facts: Facts) -> Violations:
 
 def tokens_divide(facts: Facts) -> Violations:
     """The tokens of a microbatch make whole blocks, because the gradient of a weight contracts over them."""
-    config, dense = facts.config, facts.config.quantize.dense
+    config = facts.config
+    dense = facts.config.quantize.dense
     needs_none = kind(dense) == "float8" and dense.float8.recipe == "rowwise_with_gw_hp"  # its weight gradient is not
     if not _is_sound(facts) or dense.pad_inner_dim or needs_none or facts.data_parallel_ranks < 1:
         return
@@ -149,7 +154,9 @@ def tokens_divide(facts: Facts) -> Violations:
     except (ValueError, ZeroDivisionError, LayoutError):
         return  # ranges, batch_divides and schedule_file_runs report it
     # tensor-parallel ranks gather the sequence before each matmul, context-parallel ranks do not
-    cp, unit, length = config.parallelism.context_parallel_degree, block(dense), config.training.seq_len
+    cp = config.parallelism.context_parallel_degree
+    unit = block(dense)
+    length = config.training.seq_len
     tokens = batch.local * length // cp
     if tokens % unit == 0:
         return

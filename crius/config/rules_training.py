@@ -44,7 +44,8 @@ def param_groups_fit_parameters(facts: Facts) -> Violations:
     """Every pattern fits a parameter, and Muon gets only matrices."""
     if facts.model is None:
         return
-    shapes, specs = {weight.name: weight.shape for weight in facts.model.trained}, _parsed(facts)
+    shapes = {weight.name: weight.shape for weight in facts.model.trained}
+    specs = _parsed(facts)
     for spec in specs:
         if not any(fits(spec.pattern, name) for name in shapes):
             meant = nearest(spec.pattern, list(shapes))
@@ -90,7 +91,8 @@ def _examples(names: list[str]) -> str:
 
 def optimizer_flags_have_effect(facts: Facts) -> Violations:
     """Settings of Muon or of bfloat16 storage are not given on the command line for a run without them."""
-    optimizer, dtype = facts.config.optimizer, facts.config.training.dtype
+    optimizer = facts.config.optimizer
+    dtype = facts.config.training.dtype
     has_muon = optimizer.name == "muon" or any(spec.optimizer == "muon" for spec in _parsed(facts))
     if not has_muon:
         names = [f"optimizer.{name}" for name in vars(optimizer) if name.startswith("muon_")]
@@ -129,7 +131,9 @@ def stability_flags_have_effect(facts: Facts) -> Violations:
 STABILITY_RULES = (stability_flags_have_effect,)
 
 
-_LINEAR, _POINTWISE, _ATTENTION = "kernels.linear", "kernels.pointwise", "kernels.attention"
+_LINEAR = "kernels.linear"
+_POINTWISE = "kernels.pointwise"
+_ATTENTION = "kernels.attention"
 _FLASH_VERSIONS = ("flash3", "flash4")
 _NO_SOFTCAP = "it does not bound the scores, as model.words attention_softcap asks"
 _HALF_ONLY = ("cudnn", "flash", "varlen", *_FLASH_VERSIONS)  # on a GPU: bfloat16 and float16
@@ -143,7 +147,8 @@ def _is_on_gpu(facts: Facts) -> bool:
 
 def cpu_kernels_run_on_cpus(facts: Facts) -> Violations:
     """oneDNN and the fused pointwise kernels are for CPUs."""
-    kernels, on_gpu = facts.config.kernels, _is_on_gpu(facts)
+    kernels = facts.config.kernels
+    on_gpu = _is_on_gpu(facts)
     for name, asked in ((_LINEAR, kernels.linear == "onednn"), (_POINTWISE, kernels.pointwise == "fused")):
         if asked and on_gpu:
             value = "onednn" if name == _LINEAR else "fused"
@@ -156,10 +161,12 @@ def cpu_kernels_run_on_cpus(facts: Facts) -> Violations:
 
 def attention_backend_runs(facts: Facts) -> Violations:
     """The backend of attention supports the device, the dtype and the mask."""
-    config, asked = facts.config, facts.config.kernels.attention
+    config = facts.config
+    asked = facts.config.kernels.attention
     on_gpu = _is_on_gpu(facts)
     is_masked = has_mask(config, facts.model)
-    why, fix = "", f"--{_ATTENTION} auto"
+    why = ""
+    fix = f"--{_ATTENTION} auto"
     if not on_gpu:
         if asked == "blocked":
             why, fix = obstacle(config, facts.model)
@@ -177,7 +184,8 @@ def attention_backend_runs(facts: Facts) -> Violations:
     elif asked in _HALF_ONLY and config.training.mixed_precision_param == "float32":
         why, fix = "on a GPU it needs 16-bit numbers", f"--training.mixed_precision_param bfloat16, or {fix}"
     elif asked == "cudnn" and config.debug.deterministic:
-        why, fix = "its backward pass is not deterministic, but debug.deterministic is on", f"--{_ATTENTION} flash"
+        why = "its backward pass is not deterministic, but debug.deterministic is on"
+        fix = f"--{_ATTENTION} flash"
     elif asked in ("cudnn", "flash") and is_masked:
         # pytorch/pytorch#196678
         why = "it takes no mask" if asked == "flash" else "its gradient of masked attention is NaN at some lengths"
@@ -270,7 +278,8 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
     """The number of virtual shards is a power of two that the data-parallel ranks divide, and a microbatch is one
     shard.
     """
-    training, ranks = facts.config.training, facts.data_parallel_ranks
+    training = facts.config.training
+    ranks = facts.data_parallel_ranks
     shards = training.virtual_shards
     if not training.reproducible:
         yield from facts.no_effect(
@@ -298,7 +307,8 @@ def virtual_shards_cut_the_batch(facts: Facts) -> Violations:
             why="each rank computes the same number of whole virtual shards",
             fix=fix,
         )
-    total, local = training.global_batch_size, training.local_batch_size
+    total = training.global_batch_size
+    local = training.local_batch_size
     if total >= 1 and local >= 1 and total % shards == 0 and local != total // shards:
         yield facts.error(
             f"training.local_batch_size {local} is not the {total // shards} sequences of a virtual shard.",
@@ -314,7 +324,9 @@ def reproducible_excludes(facts: Facts) -> Violations:
     config = facts.config
     if not config.training.reproducible:
         return
-    sync, float8, optimizer = config.training.gradient_sync, config.quantize.dense.float8, config.optimizer
+    sync = config.training.gradient_sync
+    float8 = config.quantize.dense.float8
+    optimizer = config.optimizer
     gathers_float8 = float8.enable and float8.enable_fsdp_float8_all_gather
     is_on_host = config.training.enable_cpu_offload or not _is_on_gpu(facts)
     fused = optimizer.implementation == "fused" and facts.origin("optimizer.implementation") == "command line"
@@ -371,7 +383,8 @@ def reproducible_excludes(facts: Facts) -> Violations:
 
 def equal_bits_need_deterministic_kernels(facts: Facts) -> Violations:
     """Settings that compare bits on a GPU have the deterministic kernels that ``resolve`` turns on."""
-    name, needed = "debug.deterministic", compares_bits(facts.config)
+    name = "debug.deterministic"
+    needed = compares_bits(facts.config)
     if facts.config.debug.deterministic is False and needed and _is_on_gpu(facts):
         yield facts.error(
             f"{name} off does not go with {' and '.join(needed)} on a GPU.",
@@ -383,7 +396,8 @@ def equal_bits_need_deterministic_kernels(facts: Facts) -> Violations:
 
 def sdc_checks_have_an_object(facts: Facts) -> Violations:
     """Work that is to be computed twice, and weights that are to be compared, exist in this layout."""
-    sdc, parallelism = facts.config.sdc, facts.config.parallelism
+    sdc = facts.config.sdc
+    parallelism = facts.config.parallelism
     if sdc.recompute_interval > 0 and parallelism.pipeline_parallel_degree > 1:
         yield facts.error(
             f"sdc.recompute_interval {sdc.recompute_interval} does not go with pipeline parallelism.",

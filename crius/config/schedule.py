@@ -55,7 +55,8 @@ def read_schedule(parallelism: ParallelismConfig) -> Order:
     Raises:
         LayoutError: the file cannot be read, or is not a schedule for these ranks.
     """
-    path, degree = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree
+    path = parallelism.pipeline_parallel_schedule_csv
+    degree = parallelism.pipeline_parallel_degree
     where = f"--{PREFIX}schedule_csv {path}"
     try:
         text = text_named(Path(path).expanduser())

@@ -74,7 +74,8 @@ def shown(config: RunConfig) -> dict[str, Any]:
 
 def differences(left: RunConfig, right: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted names whose values differ, with the left and the right value."""
-    a, b = flatten(left), flatten(right)
+    a = flatten(left)
+    b = flatten(right)
     return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
 
 
@@ -155,7 +156,8 @@ def wrong_kind(name: str, value: Any, hint: Any, source: str) -> ConfigError:
     is_list = isinstance(value, list)
     shown = json.dumps(value, default=str) if is_list else tomli_w.dumps({"": value}).partition("=")[2].strip()
     what = f"{name} = {shown} is {in_words(type(value))}, and the setting takes {in_words(hint)}."
-    leaf, fix = name.rpartition(".")[2], ""
+    leaf = name.rpartition(".")[2]
+    fix = ""
     choices = choices_of(hint)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):

@@ -38,7 +38,8 @@ def is_narrow_on_cpu(workload: Workload, hardware: Hardware) -> bool:
 
 def validated_range(workload: Workload, hardware: Hardware) -> list[str]:
     """Why no published measurement supports a plan of ``workload`` on ``hardware``; empty if there are measurements."""
-    model, layout = workload.model, workload.layout
+    model = workload.model
+    layout = workload.layout
     reasons = []
     is_measured = hardware.generation in GENERATIONS and hardware.name not in UNMEASURED
     if not hardware.measured and not is_measured:
@@ -196,8 +197,10 @@ class Reports:
         """Count one record of steps; returns how many of its steps are after the first ones: all or none."""
         step = int(record["step"])
         if self._last is None or step <= self._last:  # the run begins, or resumes from a checkpoint
-            self._ready, self._last = step - 1 + WARM_STEPS, step - 1
-        steps, first = step - self._last, self._last
+            self._ready = step - 1 + WARM_STEPS
+            self._last = step - 1
+        steps = step - self._last
+        first = self._last
         self._last = step
         self._memory = max(self._memory or 0.0, float(record["memory_gib"]) * GIB)
         if first < self._ready:
@@ -238,7 +241,9 @@ class Comparison:
 
     def line(self) -> str:
         """Both on one line, for a log."""
-        plan, measured, hardware = self.plan, self.measured, self.plan.hardware
+        plan = self.plan
+        measured = self.measured
+        hardware = self.plan.hardware
         if hardware is None:
             return f"unknown machine {plan.machine.name}: crius bench calibrate measures it"
         parts = []
@@ -310,7 +315,8 @@ def compare_run(
     try:
         told = parse_json(read_below(run_dir, PLAN))
         machine = Machine(**told["machine"])
-        mode, microbatch = told["activation_checkpoint"], told.get("microbatch", -1)
+        mode = told["activation_checkpoint"]
+        microbatch = told.get("microbatch", -1)
         measured = measured_of(_undamaged(records_below(run_dir, "metrics.jsonl", HUGE)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

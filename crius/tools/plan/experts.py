@@ -6,13 +6,16 @@ The load is even. A rank whose experts get n times the mean number of tokens kee
 from crius.models.description import FeedForward
 from crius.tools.plan.workload import Workload
 
-_ID_BYTES, _FLOAT_BYTES = 8, 4
+_ID_BYTES = 8
+_FLOAT_BYTES = 4
 
 
 def routing_bytes(workload: Workload, ffn: FeedForward) -> float:
     """Bytes per token of the router's input and float32 scores, the choice and its weights, and the places of rows."""
-    layout, itemsize = workload.layout, workload.param_bytes
-    dim, visits = workload.model.dim, ffn.top_k
+    layout = workload.layout
+    itemsize = workload.param_bytes
+    dim = workload.model.dim
+    visits = ffn.top_k
     moves = 4 if layout.ep > 1 else 2  # to the ranks, on them, and back
     ids = _ID_BYTES * visits * (1 + moves)
     scores = _FLOAT_BYTES * (ffn.num_experts + 2 * visits + 1)

@@ -103,7 +103,8 @@ def _size(case: Case) -> Iterator[str]:
 
 def _start(found: Found) -> Iterator[str]:
     """Pure FSDP, and how much recomputation it needs."""
-    case, pure = found.case, frozenset[str]()
+    case = found.case
+    pure = frozenset[str]()
     fitting = best([one for one in found.fitting if not family_of(one.workload.layout)], case.hardware)
     if fitting is None and pure not in found.too_large:
         yield (
@@ -133,7 +134,8 @@ def _start(found: Found) -> Iterator[str]:
 
 def _options(case: Case, winner: Candidate) -> Iterator[str]:
     """compile, float8, resharding, async TP: the effect of each option."""
-    one, hardware = winner.workload, case.hardware
+    one = winner.workload
+    hardware = case.hardware
     if one.compile:
         yield _gain("Compile", winner, judge(replace(one, **EAGER), hardware))
     if one.precision == "float8":
@@ -171,7 +173,8 @@ def _gain(what: str, winner: Candidate, without: Candidate) -> str:
 
 def _axis(found: Found, winner: Candidate, axis: str) -> str:
     """Why an axis is taken or not."""
-    taken, name = family_of(winner.workload.layout), NAMES[axis]
+    taken = family_of(winner.workload.layout)
+    name = NAMES[axis]
     families = {family_of(one.workload.layout) for one in found.fitting}
     if axis in taken:
         degree = getattr(winner.workload.layout, axis)
@@ -300,7 +303,8 @@ def _of_options(case: Case, one: Workload) -> Iterator[Neighbour]:
 
 
 def _of_sizes(case: Case, winner: Candidate) -> Iterator[Neighbour]:
-    one, layout = winner.workload, winner.workload.layout
+    one = winner.workload
+    layout = winner.workload.layout
     yield Neighbour("sequences twice as long", judge(replace(one, seq_len=2 * one.seq_len), case.hardware))
     axis = "dp_shard" if layout.dp_shard > 1 or layout.dp_replicate == 1 else "dp_replicate"
     more: Layout = replace(layout, **{axis: 2 * getattr(layout, axis)})

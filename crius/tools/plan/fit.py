@@ -20,7 +20,8 @@ from crius.units import GIB
 
 log = logging.getLogger("crius.train")
 
-MODE, MICROBATCH = "activation_checkpoint.mode", "training.local_batch_size"
+MODE = "activation_checkpoint.mode"
+MICROBATCH = "training.local_batch_size"
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,8 @@ _UNITS = {"bytes": "bytes", "bandwidth": "bytes per second", "flops": "FLOP/s", 
 
 def _problem(field: Field[Any], value: object) -> str:
     """Error in a field's value; empty if there is none."""
-    key, word = field.name, field.name.rpartition("_")[2]
+    key = field.name
+    word = field.name.rpartition("_")[2]
     if key in ("name", "measured", "device"):
         if key == "name" and value == "":
             return "name is empty."

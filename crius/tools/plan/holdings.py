@@ -45,7 +45,8 @@ class RankLayers:
 
 def rank_layers(workload: Workload, rank: int) -> RankLayers:
     """The layers of pipeline rank ``rank``."""
-    model, degree = workload.model, workload.layout.pp
+    model = workload.model
+    degree = workload.layout.pp
     total = degree * workload.stages_per_rank if degree > 1 else 1
     held = stages_of_ranks(workload.schedule, degree, total)[rank] if degree > 1 else [0]
     sizes: tuple[int, ...] = (model.num_layers,)
@@ -74,7 +75,9 @@ def _in_flight(workload: Workload, rank: int, sizes: tuple[int, ...]) -> float:
     1F1B and its interleaved form: Narayanan et al. 2021 (arXiv:2104.04473); zero bubble and its V: Qi et al. 2023 and
     2024 (arXiv:2401.10241, 2405.15362); DualPipe: arXiv:2412.19437.
     """
-    degree, microbatches, schedule = workload.layout.pp, workload.num_microbatches, workload.schedule
+    degree = workload.layout.pp
+    microbatches = workload.num_microbatches
+    schedule = workload.schedule
     if schedule == "gpipe":
         return microbatches
     if schedule in V_SCHEDULES:
@@ -142,7 +145,8 @@ class Part:
 
     def and_experts(self, experts: "Part") -> "Part":
         """This unit with routed experts."""
-        own, state = self.own + experts.own, self.state + experts.state
+        own = self.own + experts.own
+        state = self.state + experts.state
         return Part(self.whole + experts.whole, own, state, experts.whole)
 
 
@@ -198,7 +202,8 @@ def weights(
         if layer is None:
             return Part()
         moments = 1 if muon else 2
-        common, routed = part(_tensors(model, layer, tp), moments), [one for one in layer.weights if one.is_routed]
+        common = part(_tensors(model, layer, tp), moments)
+        routed = [one for one in layer.weights if one.is_routed]
         over = max(1, tp * shards // ep)
         return common.and_experts(part_of([_experts(weight, ep, over) for weight in routed], over, moment_bytes))
 
@@ -257,7 +262,8 @@ def _tensors(model: ModelDescription, layer: Layer, tp: int) -> list[_Tensor]:
 def _experts(weight: Weight, ep: int, shards: int) -> _Tensor:
     """The experts of a rank, ``(E / ep, out, in)``. FSDP splits them by expert, or inside each if there are too few."""
     number, out, *features = weight.shape
-    own, width = number // ep, math.prod(features)
+    own = number // ep
+    width = math.prod(features)
     if own >= shards:
         return _Tensor(own, out * width, weight.numel, is_matrix=False)
     return _Tensor(out, own * width, weight.numel, is_matrix=False)
@@ -315,7 +321,8 @@ class Held:
 
 def held_by(workload: Workload, rank: int) -> Held:
     """Weights and state of pipeline rank ``rank``."""
-    layout, layers = workload.layout, rank_layers(workload, rank)
+    layout = workload.layout
+    layers = rank_layers(workload, rank)
     shards = layout.fsdp
     if workload.zero_stage in (1, 2):
         shards *= layout.dp_replicate

@@ -160,7 +160,8 @@ def layouts(case: Case) -> Iterator[Layout]:
     Models with experts have most of them, so not all are listed: unless given, there is no CP with TP, no TP above 2
     with experts beyond a node, and replicas only of one node, of half or of all of the ranks.
     """
-    total, is_sparse = case.global_batch_size, case.shape.num_experts > 0
+    total = case.global_batch_size
+    is_sparse = case.shape.num_experts > 0
     for tp in _tensor_degrees(case):
         for cp in _context_degrees(case, tp):
             if is_sparse and cp > 1 and tp > 1 and not case.given(DEGREES["cp"]) and not case.given(DEGREES["tp"]):
@@ -203,7 +204,8 @@ def microbatches(case: Case, layout: Layout, schedule: str, stages: int) -> Iter
     """Sequences per microbatch, and microbatches per step."""
     share = case.global_batch_size // layout.batch
     parallelism = _pipeline_of(layout.pp, schedule, stages)
-    given, training = case.given("training.local_batch_size"), case.config.training
+    given = case.given("training.local_batch_size")
+    training = case.config.training
     if training.reproducible:  # a microbatch is a virtual shard
         given = max(1, case.global_batch_size // training.virtual_shards)
     sizes: Sequence[int] = (given,) if given else divisors(share)
@@ -228,7 +230,8 @@ def _pipeline_of(pp: int, schedule: str, stages: int) -> ParallelismConfig:
 
 def _tensor_degrees(case: Case) -> list[int]:
     """Tensor-parallel degrees within a node that split whole heads."""
-    shape, given = case.shape, case.given(DEGREES["tp"])
+    shape = case.shape
+    given = case.given(DEGREES["tp"])
     legal = [
         tp
         for tp in divisors(case.num_gpus)
@@ -241,7 +244,8 @@ def _tensor_degrees(case: Case) -> list[int]:
 
 
 def _context_degrees(case: Case, tp: int) -> list[int]:
-    given, length = case.given(DEGREES["cp"]), case.config.training.seq_len
+    given = case.given(DEGREES["cp"])
+    length = case.config.training.seq_len
     legal = [
         cp
         for cp in divisors(case.num_gpus // tp)
@@ -251,14 +255,16 @@ def _context_degrees(case: Case, tp: int) -> list[int]:
 
 
 def _pipeline_degrees(case: Case, others: int) -> list[int]:
-    shape, given = case.shape, case.given(DEGREES["pp"])
+    shape = case.shape
+    given = case.given(DEGREES["pp"])
     legal = [pp for pp in divisors(case.num_gpus // others) if pp == 1 or pp <= shape.num_layers]
     return [pp for pp in legal if (pp == given if given else pp <= MOST_PIPELINE_RANKS)]
 
 
 def _replicas(case: Case, batch: int, inner: int) -> list[int]:
     """Numbers of replicas among ``batch`` data-parallel ranks; a group of shards fills whole nodes or divides one."""
-    given, shards = case.given(DEGREES["dp_replicate"]), case.given(DEGREES["dp_shard"])
+    given = case.given(DEGREES["dp_replicate"])
+    shards = case.given(DEGREES["dp_shard"])
     node = case.hardware.gpus_per_node
 
     def is_legal(replicas: int) -> bool:
@@ -275,7 +281,8 @@ def _replicas(case: Case, batch: int, inner: int) -> list[int]:
 
 def _expert_degrees(case: Case, ranks: int, tp: int) -> list[int]:
     """Numbers of ranks that can share the experts, among the ranks of one replica and stage."""
-    given, experts = case.given(DEGREES["ep"]), case.shape.num_experts
+    given = case.given(DEGREES["ep"])
+    experts = case.shape.num_experts
     if not experts:
         return [1] * (given in (None, 1))
     node = case.hardware.gpus_per_node

@@ -89,9 +89,14 @@ class LayerBytes:
 
 def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     """Bytes per token of ``layer`` on a rank of ``workload``."""
-    attention, ffn, pointwise = layer.attention, layer.feed_forward, _pointwise(workload)
-    tp, cp, itemsize = workload.layout.tp, workload.layout.cp, workload.param_bytes
-    num_kv_heads, d = max(1, attention.num_kv_heads / tp), float(workload.model.dim)
+    attention = layer.attention
+    ffn = layer.feed_forward
+    pointwise = _pointwise(workload)
+    tp = workload.layout.tp
+    cp = workload.layout.cp
+    itemsize = workload.param_bytes
+    num_kv_heads = max(1, attention.num_kv_heads / tp)
+    d = float(workload.model.dim)
     source = d / tp if workload.sequence_parallel else d
     queries, values = (attention.num_heads * width / tp for width in (attention.head_dim, attention.value_dim))
     keys = num_kv_heads * (attention.head_dim + attention.value_dim)  # and values together
@@ -116,7 +121,8 @@ def layer_bytes(workload: Workload, layer: Layer) -> LayerBytes:
     routing = chosen = 0.0  # bytes
     if is_whole:
         none += row_numbers(workload, ffn, per_hidden)
-        routing, chosen = routing_bytes(workload, ffn), selective_bytes(workload, ffn)
+        routing = routing_bytes(workload, ffn)
+        chosen = selective_bytes(workload, ffn)
     elif ffn.num_experts:
         dispatched = ffn.top_k * d / tp
         none += 2 * dispatched + per_hidden * routed
@@ -185,7 +191,8 @@ def _bytes_per_number(workload: Workload, *, is_wide: bool) -> tuple[float, floa
 
     ``is_wide``: it computes in float32.
     """
-    itemsize, is_trained = workload.param_bytes, workload.model.adapted is None
+    itemsize = workload.param_bytes
+    is_trained = workload.model.adapted is None
     if is_wide:
         return 4, 4 * is_trained
     return itemsize, itemsize * (is_trained or itemsize < 4) + 4 * (itemsize < 4) * is_trained
@@ -196,7 +203,9 @@ _PRODUCT_PARTS = 8  # parts of a chunk's addition to the output layer's gradient
 
 def loss_bytes(workload: Workload, constants: MemoryConstants) -> LossBytes:
     """Bytes of the loss on a rank with the output layer."""
-    model, itemsize, tokens = workload.model, workload.param_bytes, workload.tokens
+    model = workload.model
+    itemsize = workload.param_bytes
+    tokens = workload.tokens
     vocabulary = model.vocab_size / workload.layout.tp
     trained = vocabulary * model.dim * (model.adapted is None)  # of the output layer
     hidden = model.dim * tokens * itemsize
@@ -305,7 +314,8 @@ def rank_bytes(workload: Workload, rank: int, constants: MemoryConstants = MEMOR
     held = held_by(workload, rank)
     loss = loss_bytes(workload, constants) if held.layers.has_head else LossBytes()
     if workload.model.adapted:
-        trained, activations = adapters_held(workload, rank), _activations(workload, held, constants).all
+        trained = adapters_held(workload, rank)
+        activations = _activations(workload, held, constants).all
         return {
             "parameters": frozen(workload, rank)[0] + trained.own * workload.weight_bytes,
             "gradients": trained.own * workload.weight_bytes,
@@ -341,7 +351,8 @@ def _kind(
     spans: tuple[tuple[int, int], ...],
     constants: MemoryConstants,
 ) -> LayerKind:
-    mode, tokens = workload.activation_checkpoint, workload.tokens
+    mode = workload.activation_checkpoint
+    tokens = workload.tokens
     factor = constants.nvfp4_kept if workload.precision == "nvfp4" else 1.0
     shares = _shares(workload.model, spans)
     each = [(share, workload.part(layer_bytes)(workload, layer)) for share, layer in shares]
@@ -349,7 +360,8 @@ def _kind(
     [_, layer] = shares[0]
     own = least = {"none": one.none, "full": one.full, "selective": one.selective}[mode]
     if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each in full
-        own, least = one.none, one.full
+        own = one.none
+        least = one.full
     return LayerKind(
         spans,
         kept=own * factor * tokens,
@@ -371,7 +383,9 @@ def _shares(model: ModelDescription, spans: tuple[tuple[int, int], ...]) -> tupl
 
 def _last_gradient(workload: Workload, ffn: FeedForward) -> float:
     """Bytes by which the gradient of a feed-forward's last weight exceeds the input that it frees."""
-    dim, layout, tokens = workload.model.dim, workload.layout, workload.tokens
+    dim = workload.model.dim
+    layout = workload.layout
+    tokens = workload.tokens
     if workload.zero_stage < 3:
         return 0.0
     if not ffn.num_experts:
@@ -386,7 +400,8 @@ def _sent(workload: Workload, held: Held) -> int:
     """
     if workload.layout.pp == 1:
         return 0
-    stages, layers = workload.stages_per_rank, held.layers
+    stages = workload.stages_per_rank
+    layers = held.layers
     casts = workload.activation_checkpoint == "none" and _pointwise(workload) in ("operators", "norms")
     return stages - layers.has_head - (0 if casts else stages - layers.has_embedding)
 

@@ -32,7 +32,8 @@ def explain(story: Story, what: str, said: str) -> OutOfMemoryError:
         what: description of the event.
         said: words of the error.
     """
-    config, machine = story.config, story.machine
+    config = story.config
+    machine = story.machine
     assert config is not None and machine is not None and story.facts is not None
     known = hardware_of(machine)
     hardware = known or KNOWN["h100-80g" if machine.on_gpu else "cpu"]
@@ -60,7 +61,8 @@ def explain(story: Story, what: str, said: str) -> OutOfMemoryError:
 
 
 def _why(story: Story, plan: RunPlan) -> str:
-    total, capacity = plan.memory.total, story.capacity
+    total = plan.memory.total
+    capacity = story.capacity
     lines = [
         f"planned {total / GIB:.2f} GiB of {capacity / GIB:.2f} per rank, {plan.memory.note}:",
         f"  {summed(plan.memory.parts, GIB)}",

@@ -147,7 +147,8 @@ def peak(
         is_cached: whether freed memory stays with an allocator, which cannot join it for the largest copy, made last.
     """
     rank = workload.part(Rank)(workload, held, activations)
-    layers, count = held.layers, workload.num_microbatches
+    layers = held.layers
+    count = workload.num_microbatches
     other = activations.all + loss.kept * (workload.schedule == "gpipe")
     moments = [rank.update()]
     for one in _passes(workload, held):
@@ -165,7 +166,8 @@ def peak(
 
 def _passes(workload: Workload, held: Held) -> Iterator[_Pass]:
     """The backwards that may need most: the last microbatch's, and the first one's and the others' if they differ."""
-    count, others = workload.num_microbatches, held.layers.in_flight - 1
+    count = workload.num_microbatches
+    others = held.layers.in_flight - 1
     if workload.zero_stage < 3:
         yield _Pass(is_there=True, is_summed=False, stays=True, others=others)
     elif workload.layout.pp > 1:  # weights stay, and gradients are summed after the last
@@ -174,7 +176,8 @@ def _passes(workload: Workload, held: Held) -> Iterator[_Pass]:
             yield _Pass(is_there=True, is_summed=False, stays=True, others=max(0.0, others - 1))
     else:
         yield _Pass(is_there=count > 1, is_summed=True, stays=False)
-        is_kept, is_deferred = workload.reshard == "never", workload.gradient_sync == "deferred"
+        is_kept = workload.reshard == "never"
+        is_deferred = workload.gradient_sync == "deferred"
         for is_there in range(min(count - 1, 2)) if is_kept or is_deferred else ():
             yield _Pass(is_there=bool(is_there), is_summed=not is_deferred, stays=is_kept)
 
@@ -193,7 +196,8 @@ def waiting_for_loss(workload: Workload, held: Held) -> float:
 
 def _gathered_ahead(workload: Workload, held: Held) -> float:
     """Numbers of the last layer that FSDP gathers ahead; with two groups on separate meshes, those of the experts."""
-    layout, last = workload.layout, held.layer(held.layers.layers - 1)
+    layout = workload.layout
+    last = held.layer(held.layers.layers - 1)
     if last.routed and max(layout.tp, layout.ep) > 1 and not workload.splits_experts:
         return last.routed * (layout.efsdp > 1)
     return last.whole * (layout.fsdp > 1)
@@ -211,7 +215,8 @@ def parts_between(workload: Workload, held: Held, count: int) -> float:
 
 def _constant(workload: Workload, held: Held) -> tuple[float, float]:
     """Bytes of the weights and of the optimizer's state, which exist all the time."""
-    stored, param = workload.weight_bytes, workload.param_bytes
+    stored = workload.weight_bytes
+    param = workload.param_bytes
     own, state = (0.0, 0.0) if workload.cpu_offload else (held.own, held.state)
     if workload.zero_stage == 3:
         return own * stored + held.buffers, state
@@ -223,9 +228,14 @@ class Rank:
     """The moments of one pipeline rank."""
 
     def __init__(self, workload: Workload, held: Held, activations: Activations) -> None:
-        self._work, self._held, self._activations = workload, held, activations
-        self._param, self._reduce, self._stored = workload.param_bytes, workload.reduce_bytes, workload.weight_bytes
-        layers, layout = held.layers, workload.layout
+        self._work = workload
+        self._held = held
+        self._activations = activations
+        self._param = workload.param_bytes
+        self._reduce = workload.reduce_bytes
+        self._stored = workload.weight_bytes
+        layers = held.layers
+        layout = workload.layout
         is_sharded = workload.zero_stage == 3
         self._is_plain = (
             layout.num_ranks == 1 and self._param == self._stored <= self._reduce and not workload.cpu_offload
@@ -240,13 +250,17 @@ class Rank:
 
     def layers(self, one: _Pass) -> Iterator[Moment]:
         """Moments when the backward of a layer begins and ends, and when its gradient is to be summed over ranks."""
-        held, kept, hidden = self._held, self._activations, self._activations.hidden
-        count, dense = held.layers.layers, held.layers.dense
+        held = self._held
+        kept = self._activations
+        hidden = self._activations.hidden
+        count = held.layers.layers
+        dense = held.layers.dense
         for index in sorted({0, 1, dense - 1, dense, dense + 1, count - 2, count - 1} & set(range(count))):
             copies = self._gathered(one, index) + self._sum(one, index + 1)
             gradients = self._gradients(one, index)
             made = held.layer(index).whole * self._made(one)
-            begin, end = kept.first(index + 1), kept.first(index)
+            begin = kept.first(index + 1)
+            end = kept.first(index)
             name = f"backward, layer {index + 1} of {count}"
             yield Moment(name, gradients, begin, 0.0, copies, 0.0, kept.backward(index) + hidden + self._waiting)
             yield Moment(name, gradients, end, 0.0, copies + made, 0.0, 2 * hidden + self._waiting)
@@ -259,7 +273,8 @@ class Rank:
 
     def output(self, one: _Pass, loss: LossBytes) -> Iterator[Moment]:
         """Moments of the loss and of the backward of the output layer."""
-        held, work = self._held, self._work
+        held = self._held
+        work = self._work
         kept = self._activations.all
         before = self._before(one)
         gathered = late = 0.0
@@ -292,7 +307,8 @@ class Rank:
 
     def update(self) -> Moment:
         """Moment of the optimizer's step, after FSDP has summed all gradients over ranks."""
-        work, held = self._work, self._held
+        work = self._work
+        held = self._held
         own = 0.0 if work.cpu_offload else held.own
         gradients = (
             own * self._stored
@@ -313,7 +329,8 @@ class Rank:
 
     def _before(self, one: _Pass) -> float:
         """Bytes of gradients of earlier microbatches."""
-        held, work = self._held, self._work
+        held = self._held
+        work = self._work
         if work.zero_stage < 3:
             return (held.own if work.zero_stage == 2 else held.whole) * self._reduce
         if not one.is_there:
@@ -324,14 +341,16 @@ class Rank:
 
     def _gradients(self, one: _Pass, index: int) -> float:
         """Bytes of gradients in the backward of layer ``index`` (-1: the embedding), without its own and its sums."""
-        held, before = self._held, self._before(one)
+        held = self._held
+        before = self._before(one)
         if self._work.zero_stage < 3:
             return before
         whole, own = held.first(index + 1)
         for unit in self._last:
             whole += unit.whole
             own += unit.own
-        made, stored = held.whole - whole, (held.own - own) * (not self._work.cpu_offload)
+        made = held.whole - whole
+        stored = (held.own - own) * (not self._work.cpu_offload)
         if not self._is_whole:
             # the input of the replicas' sum stays until the end of the backward, unless it is the gradient itself
             is_other = one.is_there or self._stored != self._reduce
@@ -352,7 +371,8 @@ class Rank:
 
     def _gathered(self, one: _Pass, index: int) -> float:
         """Bytes of weights that are whole in the backward of layer ``index`` (-1: the embedding)."""
-        held, work = self._held, self._work
+        held = self._held
+        work = self._work
         if not self._is_copied:
             return 0.0
         if one.stays:

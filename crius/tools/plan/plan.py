@@ -153,10 +153,13 @@ def _check_batch(case: Case, origin: Callable[[str], str]) -> None:
     Raises:
         ConfigError: they do not.
     """
-    name, training = "training.global_batch_size", case.config.training
-    replicas, shards = case.given(DEGREES["dp_replicate"]) or 1, case.given(DEGREES["dp_shard"]) or 1
+    name = "training.global_batch_size"
+    training = case.config.training
+    replicas = case.given(DEGREES["dp_replicate"]) or 1
+    shards = case.given(DEGREES["dp_shard"]) or 1
     local = 1 if training.reproducible else case.given("training.local_batch_size") or 1
-    total, unit = training.global_batch_size, local * replicas * shards
+    total = training.global_batch_size
+    unit = local * replicas * shards
     if total < 1 or total % unit == 0:
         return
     given = [field for field in (name, "training.local_batch_size") if case.given(field)]
@@ -174,7 +177,8 @@ def legal_best(found: Found) -> Candidate | None:
     Raises:
         ConfigError: some candidates fit, but the rules accept none: the errors of the best one.
     """
-    case, pool = found.case, found.fitting
+    case = found.case
+    pool = found.fitting
 
     def origin(name: str) -> str:
         return "given" if name in case.pinned else "planned"
@@ -217,10 +221,12 @@ def recommend(case: Case) -> tuple[Candidate, list[str]]:
 
 def remedies_of(plan: Plan) -> list[Remedy]:
     """Changes if nothing fits: of settings of the smallest layout, the cheapest that suffice first; second LoRA."""
-    case, smallest = plan.case, plan.found.smallest
+    case = plan.case
+    smallest = plan.found.smallest
     if smallest is None:
         return []
-    target, fixed = usable_bytes(case.hardware), case.pinned & {OFFLOAD}
+    target = usable_bytes(case.hardware)
+    fixed = case.pinned & {OFFLOAD}
     if case.facts is None:
         return remedies_of_shape(smallest.workload, case.hardware, target, on_gpu=case.on_gpu, fixed=fixed)
     config = replace_fields(case.config, overrides(case, smallest.workload))
@@ -283,7 +289,8 @@ def nothing_fits(found: Found) -> LayoutError:
             fix=f"--training.global_batch_size {-(-case.global_batch_size // case.num_gpus) * case.num_gpus}, or give "
             "fewer flags",
         )
-    need, most = smallest.memory.total / 2**30, usable_bytes(case.hardware) / 2**30
+    need = smallest.memory.total / 2**30
+    most = usable_bytes(case.hardware) / 2**30
     least, keeps_degrees = fewest_with(case)
     more = f"use {least} GPUs{'' if keeps_degrees else ' with other degrees'}, or " if least else ""
     offload = f", --{OFFLOAD}" if state_bytes(case) / case.num_gpus <= MOST_HOST_BYTES else ""
@@ -350,7 +357,8 @@ def _given_degrees(case: Case) -> frozenset[str]:
 
 
 def _on_the_same(case: Case, remedies: Iterable[Remedy]) -> Iterator[Alternative]:
-    degrees, here = _given_degrees(case), f"{case.num_gpus:,} x {case.hardware.name}"
+    degrees = _given_degrees(case)
+    here = f"{case.num_gpus:,} x {case.hardware.name}"
     if degrees:
         what = f"fits on {here} with other degrees than those given"
         yield Alternative(what=what, case=case.with_any_degrees, changes={}, left_out=degrees)
@@ -362,7 +370,8 @@ def _on_the_same(case: Case, remedies: Iterable[Remedy]) -> Iterator[Alternative
 
 
 def _on_the_fewest(plan: Plan) -> Iterator[Alternative]:
-    case, degrees = plan.case, _given_degrees(plan.case)
+    case = plan.case
+    degrees = _given_degrees(plan.case)
     if not plan.least_gpus:
         return
     what = f"fits on {plan.least_gpus:,} x {case.hardware.name}, the fewest"
@@ -374,7 +383,8 @@ def _on_the_fewest(plan: Plan) -> Iterator[Alternative]:
 
 def _on_others(case: Case) -> Iterator[Alternative]:
     """Alternatives with shorter and shorter sequences here, then on other GPUs with these and the whole sequence."""
-    degrees, wide = _given_degrees(case), case.with_any_degrees
+    degrees = _given_degrees(case)
+    wide = case.with_any_degrees
     length = power_below(wide.config.training.seq_len)
     while length >= SHORTEST:
         shorter = {"training.seq_len": length}

@@ -172,8 +172,10 @@ class Rates:
 
 def rates(workload: Workload, hardware: Hardware, constants: TimeConstants) -> Rates:
     """Rates that ``hardware`` reaches in this workload."""
-    recipe, compiled = workload.float8_recipe, workload.compile
-    on_cpu, is_wide = hardware.generation == "cpu", workload.precision == "float32"
+    recipe = workload.float8_recipe
+    compiled = workload.compile
+    on_cpu = hardware.generation == "cpu"
+    is_wide = workload.precision == "float32"
     attention_peak = hardware.float32_flops if on_cpu or is_wide else hardware.bfloat16_flops
     efficiency, attention = _efficiencies(hardware, constants, attention_peak)
     memory = (hardware.memory_efficiency or constants.memory) * hardware.memory_bandwidth
@@ -300,7 +302,8 @@ def passes(workload: Workload) -> int:
 
 def recomputed(workload: Workload) -> tuple[float, float]:
     """Shares of the matmuls and of attention that the backward computes again."""
-    mode, every = workload.activation_checkpoint, workload.selective_layers
+    mode = workload.activation_checkpoint
+    every = workload.selective_layers
     if mode == "none":
         return 0.0, 0.0
     if mode == "full":
@@ -313,8 +316,11 @@ def recomputed(workload: Workload) -> tuple[float, float]:
 
 def forward(workload: Workload, rates: Rates, constants: TimeConstants) -> Compute:
     """One forward through a rank's mean share of the layers."""
-    model, layout, attention = workload.model, workload.layout, workload.model.attention
-    tp, tokens = layout.tp, workload.tokens
+    model = workload.model
+    layout = workload.layout
+    attention = workload.model.attention
+    tp = layout.tp
+    tokens = workload.tokens
     matmul = 0.0
     for count, layer in (model.dense, model.experts):
         if layer:
@@ -337,7 +343,8 @@ def _routed(workload: Workload, layer: Layer, rates: Rates, constants: TimeConst
     experts = layer.feed_forward
     if not experts.num_experts:
         return 0.0
-    local, tp = max(1.0, experts.num_experts / workload.layout.ep), workload.layout.tp
+    local = max(1.0, experts.num_experts / workload.layout.ep)
+    tp = workload.layout.tp
     if not workload.splits_experts:  # experts are whole, and each rank sends its part of a sequence
         tokens, tp = tokens / tp, 1
         rates = replace(rates, flops=rates.wide_flops, traffic=rates.wide_traffic, cast=0.0)  # not in float8 either
@@ -347,10 +354,12 @@ def _routed(workload: Workload, layer: Layer, rates: Rates, constants: TimeConst
 
 def _elementwise(workload: Workload, rates: Rates, constants: TimeConstants, tokens: float) -> float:
     """Bytes that norms, rotary embedding, residuals, gates and the permutation to experts move in all layers."""
-    model, numbers = workload.model, 0.0
+    model = workload.model
+    numbers = 0.0
     for count, layer in (model.dense, model.experts):
         if layer:
-            attention, feed_forward = layer.attention, layer.feed_forward
+            attention = layer.attention
+            feed_forward = layer.feed_forward
             heads = attention.num_heads + attention.num_kv_heads
             width = 10 * model.dim + 3 * heads * attention.rotary_dim
             hidden = feed_forward.width + feed_forward.top_k * feed_forward.expert_width
@@ -361,7 +370,8 @@ def _elementwise(workload: Workload, rates: Rates, constants: TimeConstants, tok
 
 def head(workload: Workload, rates: Rates) -> Compute:
     """Forward and backward of the output layer and the loss."""
-    model, tokens = workload.model, workload.tokens
+    model = workload.model
+    tokens = workload.tokens
     rows = model.vocab_size / workload.layout.tp
     numbers = tokens * (model.dim + rows) + model.dim * rows
     matmul = 2 * tokens * model.dim * rows / rates.wide_flops + numbers * rates.wide_traffic

@@ -208,7 +208,8 @@ def _remedy(
     target: float,
 ) -> Remedy:
     """Effect of ``changes``, which set ``fields``, on the run ``before``: ``workload``."""
-    after, (host_bytes, host_note) = judge(workload, hardware), _on_host(workload, hardware)
+    after = judge(workload, hardware)
+    (host_bytes, host_note) = _on_host(workload, hardware)
     return Remedy(
         changes=fields,
         num_ranks=workload.layout.num_ranks,
@@ -308,7 +309,9 @@ def _of_activations(config: RunConfig, sizes: BatchSizes) -> Iterator[_Change]:
 
 
 def _of_states(config: RunConfig, on_gpu: bool) -> Iterator[_Change]:
-    training, optimizer, parallelism = config.training, config.optimizer, config.parallelism
+    training = config.training
+    optimizer = config.optimizer
+    parallelism = config.parallelism
     if parallelism.reshard_after_forward_mode == "never":
         yield _Change({"parallelism.reshard_after_forward_mode": "always"})
     if training.gradient_sync == "deferred":

@@ -56,7 +56,8 @@ def plan_lines(plan: Plan, card: str, start: str, settings: Mapping[str, Any], *
         settings: settings that the command needs on top of ``start``.
         is_explained: return everything instead of the ``MOST_LINES`` that matter most.
     """
-    case, winner = plan.case, plan.winner
+    case = plan.case
+    winner = plan.winner
     assert winner is not None
     lines = first_lines(plan, card)
     lines += [
@@ -114,7 +115,8 @@ def _explained(plan: Plan, winner: Candidate) -> list[str]:
     if plan.nearby:
         rows = [[one.text, one.effect(winner)] for one in plan.nearby]
         lines += ["", "what one change would do", *(f"  {line}" for line in aligned(rows, left=None))]
-    usable, whole = usable_bytes(hardware) / GIB, hardware.memory_bytes / GIB
+    usable = usable_bytes(hardware) / GIB
+    whole = hardware.memory_bytes / GIB
     counts = f"{plan.found.num_judged:,} candidates in {plan.seconds:.1f} s"
     return [*lines, "", _least(plan), f"{counts}; {usable:.1f} GiB of {whole:.0f} count as usable"]
 
@@ -131,7 +133,8 @@ def impossible_lines(
         fitting: description of each case that fits, and the command that plans it; the last one ends the lines.
         is_explained: also show the memory of the smallest layout, and remedies that are not enough.
     """
-    case, smallest = plan.case, plan.found.smallest
+    case = plan.case
+    smallest = plan.found.smallest
     lines = first_lines(plan, card)
     if smallest is None:
         lines.append(
@@ -141,7 +144,8 @@ def impossible_lines(
             + "; an integer reshard_after_forward_mode divides the shards and excludes TP and PP"
         )
     else:
-        need, most = smallest.memory.total / GIB, usable_bytes(case.hardware) / GIB
+        need = smallest.memory.total / GIB
+        most = usable_bytes(case.hardware) / GIB
         lines.append(
             f"does not fit: the smallest layout, {described(smallest.workload)}, needs {need:,.1f} GiB of {most:,.1f}"
         )
@@ -267,7 +271,8 @@ def _side_by_side(left: list[str], right: list[str]) -> list[str]:
 def _least(plan: Plan) -> str:
     if not plan.least_gpus:
         return "no number of GPUs of this kind is enough"
-    name, node = plan.case.hardware.name, plan.case.hardware.gpus_per_node
+    name = plan.case.hardware.name
+    node = plan.case.hardware.gpus_per_node
     whole = f", in whole nodes of {node}" if plan.least_gpus > node else ""
     degrees = "" if plan.least_keeps_degrees else ", with other degrees than given"
     return f"fewest GPUs that fit{whole}{degrees}: {plan.least_gpus:,} x {name}"
@@ -289,7 +294,9 @@ def impossible_data(plan: Plan, remedies: Iterable[Remedy]) -> dict[str, Any]:
 
 def plan_data(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A plan as data, with bytes, seconds and tokens/s per GPU."""
-    case, winner, hardware = plan.case, plan.winner, plan.case.hardware
+    case = plan.case
+    winner = plan.winner
+    hardware = plan.case.hardware
     return {
         "model": {
             "name": case.shape.name,

@@ -105,7 +105,9 @@ def search(case: Case) -> Found:
 
     Recomputation always costs time, so more of it is judged only if less does not fit.
     """
-    hardware, variants, limit = case.hardware, Variants(case), usable_bytes(case.hardware)
+    hardware = case.hardware
+    variants = Variants(case)
+    limit = usable_bytes(case.hardware)
     fitting: list[Candidate] = []
     too_large: dict[Family, tuple[float, Workload]] = {}
     num_judged = 0
@@ -135,7 +137,8 @@ def search(case: Case) -> Found:
 
 def fits_on(case: Case) -> bool:
     """Whether some layout of ``case`` fits."""
-    variants, limit = Variants(case), usable_bytes(case.hardware)
+    variants = Variants(case)
+    limit = usable_bytes(case.hardware)
     if state_bytes(case) / case.num_gpus > limit and not case.config.training.enable_cpu_offload:
         return False
     return any(
@@ -176,11 +179,13 @@ def fewest_gpus(case: Case, *, fits: bool = False) -> int:
     for number in range(lower + 1, min(unit - 1, node) + 1):
         if fits_on(case.on(number)):
             return number
-    too_few, enough = max(lower // node, 1), -(-unit // node)
+    too_few = max(lower // node, 1)
+    enough = -(-unit // node)
     while enough - too_few > 1:  # with whole nodes, fewer than a power of two may be enough
         middle = (too_few + enough) // 2
         if fits_on(case.on(middle * node)):
-            enough, unit = middle, middle * node
+            enough = middle
+            unit = middle * node
         else:
             too_few = middle
     return unit
@@ -262,7 +267,8 @@ def _preferred(pool: Sequence[Candidate], hardware: Hardware) -> Candidate | Non
     fastest = max(one.tokens_per_second for one in tied)
 
     def key(one: Candidate) -> tuple[object, ...]:
-        work, speed = one.workload, one.tokens_per_second
+        work = one.workload
+        speed = one.tokens_per_second
         headroom = min(one.headroom(hardware), ENOUGH_HEADROOM)
         options = (work.reshard == "never") + (work.gradient_sync == "deferred") + (work.stages_per_rank > 2)
         slower = int((1 - speed / fastest) / OPTION_STEP)
@@ -295,7 +301,8 @@ def best_rows(found: Found, winner: Candidate) -> list[Candidate]:
 
 def rejects(found: Found, winner: Candidate, shown: Iterable[Candidate]) -> list[Reject]:
     """For each set of axes that the table lacks, its best candidate and why it is worse; the instructive ones first."""
-    families, fitting = {family_of(one.workload.layout) for one in shown}, best_of_families(found)
+    families = {family_of(one.workload.layout) for one in shown}
+    fitting = best_of_families(found)
     chosen = [Reject(one, why_slower(one, winner)) for family, one in fitting.items() if family not in families]
     chosen += [
         Reject(one, why_too_large(one, found.case.hardware))
@@ -331,7 +338,8 @@ def why_slower(one: Candidate, winner: Candidate) -> str:
 def why_too_large(one: Candidate, hardware: Hardware) -> str:
     """Memory that a candidate needs, and its largest part."""
     part = max(one.memory.parts, key=lambda name: one.memory.parts[name])
-    need, most = one.memory.total / GIB, usable_bytes(hardware) / GIB
+    need = one.memory.total / GIB
+    most = usable_bytes(hardware) / GIB
     return f"needs {need:,.1f} GiB of {most:,.1f}: {spelled(part)} {one.memory.parts[part] / GIB:,.1f}"
 
 

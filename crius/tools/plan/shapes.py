@@ -16,7 +16,10 @@ from crius.models.spec import described
 from crius.untrusted import parse_toml, text_named
 
 # Multi-head latent attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, 2412.19437)
-MLA_QUERY_RANK, MLA_KEY_RANK, MLA_ROPE_DIM, MLA_VALUE_DIM = 1536, 512, 64, 128
+MLA_QUERY_RANK = 1536
+MLA_KEY_RANK = 512
+MLA_ROPE_DIM = 64
+MLA_VALUE_DIM = 128
 MLA_LITE_DIM = 2048  # V2-Lite and other narrow models do not compress the query
 
 _ROWS = {
@@ -82,7 +85,8 @@ class PlannedConfig(DecoderConfig):
         return dataclasses.replace(found, weights=(*found.weights, *sinks))
 
     def _mla(self) -> Attention:
-        queries, latent = self.num_heads * self.head_dim, MLA_KEY_RANK + MLA_ROPE_DIM
+        queries = self.num_heads * self.head_dim
+        latent = MLA_KEY_RANK + MLA_ROPE_DIM
         values = self.num_heads * (self.head_dim - MLA_ROPE_DIM + MLA_VALUE_DIM)
         whole = (Weight("wq.weight", (queries, self.dim), "linear"),)
         compressed = (

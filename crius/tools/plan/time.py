@@ -46,7 +46,8 @@ def group(size: int, stride: int, hardware: Hardware, constants: TimeConstants) 
     cards. With tensor parallelism over the node, FSDP has one member in the node, and one card.
     """
     members = max(1, min(size, hardware.gpus_per_node // stride))
-    link, hop = _link(hardware, constants), _hop_seconds(hardware, constants)
+    link = _link(hardware, constants)
+    hop = _hop_seconds(hardware, constants)
     if members >= size:
         return RankGroup(size, link, hop * (size > 1))
     nodes = -(-size // members)
@@ -67,8 +68,10 @@ def all_to_all(size: int, stride: int, hardware: Hardware, constants: TimeConsta
     if size == 1:
         return 0.0
     members = max(1, min(size, hardware.gpus_per_node // stride))
-    inside, outside = (members - 1) / size, (size - members) / size
-    link, nic = _link(hardware, constants), hardware.nic_bandwidth * constants.nic
+    inside = (members - 1) / size
+    outside = (size - members) / size
+    link = _link(hardware, constants)
+    nic = hardware.nic_bandwidth * constants.nic
     return sent_bytes * max(inside / link, outside / nic) + _hop_seconds(hardware, constants) * (size > 1)
 
 
@@ -93,8 +96,11 @@ class Communication:
     """
 
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
-        self._workload, self._hardware, self._constants = workload, hardware, constants
-        self._model, self._layout = workload.model, workload.layout
+        self._workload = workload
+        self._hardware = hardware
+        self._constants = constants
+        self._model = workload.model
+        self._layout = workload.layout
         self._tokens = workload.tokens
         self._layers = self._model.num_layers / self._layout.pp
         self._expert_layers = self._model.experts[0] / self._layout.pp
@@ -102,7 +108,8 @@ class Communication:
         self._key_value_dim = attention.num_kv_heads * (attention.head_dim + attention.value_dim)
         self._dense, self._experts = self._count()
         self.weights = self._dense + self._experts
-        layout, zero = self._layout, workload.zero_stage
+        layout = self._layout
+        zero = workload.zero_stage
         over = layout.fsdp if zero >= 2 else layout.batch * layout.cp if zero == 1 else 1
         self._trained = self._model.num_trained / self._model.num_parameters  # of the weights, in numbers
         own = self._dense / over + self._experts / max(1.0, over * layout.tp / layout.ep)
@@ -110,7 +117,8 @@ class Communication:
 
     def _count(self) -> tuple[float, float]:
         """Numbers of weights of a rank: all except routed experts, and routed experts."""
-        layout, model = self._layout, self._model
+        layout = self._layout
+        model = self._model
         kinds = [(count / layout.pp, layer) for count, layer in (model.dense, model.experts) if layer]
         layers = sum(count * numbers(layer, "linear", "router") for count, layer in kinds)
         embeddings = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2) / layout.pp
@@ -138,7 +146,8 @@ class Communication:
 
         A pipeline keeps weights gathered, and reduces gradients once, unless it is told to reshard always.
         """
-        work, c = self._workload, self._constants
+        work = self._workload
+        c = self._constants
         gather, again, reduce = self._gathers()
         cost = c.overlap_cost
         if self._layout.pp > 1 and work.reshard != "always":
@@ -153,7 +162,8 @@ class Communication:
 
     def _gathers(self) -> tuple[float, float, float]:
         """Seconds of FSDP's gather in the forward, its gather in the backward, and its reduction."""
-        work, size = self._workload, self._layout.fsdp
+        work = self._workload
+        size = self._layout.fsdp
         has_copies = self._experts and size * self._layout.tp > work.expert_ranks
         if work.zero_stage < 2 or (size == 1 and not has_copies):
             return 0.0, 0.0, 0.0
@@ -174,7 +184,9 @@ class Communication:
 
         Both run during the last backward, after FSDP's communication.
         """
-        layout, work, c = self._layout, self._workload, self._constants
+        layout = self._layout
+        work = self._workload
+        c = self._constants
         size = layout.dp_replicate if work.zero_stage >= 2 else layout.batch * layout.cp
         if size == 1:
             return 0.0
@@ -190,7 +202,9 @@ class Communication:
 
     def tensor(self) -> float:
         """Seconds per microbatch: two gathers and two scatters forward, one more gather backward, and recomputation."""
-        work, c, tp = self._workload, self._constants, self._layout.tp
+        work = self._workload
+        c = self._constants
+        tp = self._layout.tp
         if tp == 1:
             return 0.0
         one = group(tp, 1, self._hardware, c).gather(BYTES * self._tokens * self._model.dim)
@@ -204,7 +218,8 @@ class Communication:
 
     def context(self) -> float:
         """Seconds per microbatch: keys and values forward; keys and values again and their gradients backward."""
-        cp, tp = self._layout.cp, self._layout.tp
+        cp = self._layout.cp
+        tp = self._layout.tp
         if cp == 1:
             return 0.0
         ring = group(cp, tp, self._hardware, self._constants)
@@ -262,7 +277,9 @@ class _Step:
     """The step of one workload on one kind of hardware."""
 
     def __init__(self, workload: Workload, hardware: Hardware, constants: TimeConstants) -> None:
-        self._workload, self._hardware, self._constants = workload, hardware, constants
+        self._workload = workload
+        self._hardware = hardware
+        self._constants = constants
         self._rates = workload.part(rates)(workload, hardware, constants)
         self._forward = forward(workload, self._rates, constants)
         self._sent = Communication(workload, hardware, constants)
@@ -272,7 +289,8 @@ class _Step:
 
         These are the rank with the output layer and, under pipeline parallelism, a rank with the most layers.
         """
-        workload, once = self._workload, self._forward
+        workload = self._workload
+        once = self._forward
         output = head(workload, self._rates)
         matmuls, attention = recomputed(workload)
         by_op = workload.activation_checkpoint != "none" and workload.selective_layers is None
@@ -288,8 +306,10 @@ class _Step:
 
     def at_pace_of(self, compute: Compute, scale: float) -> Estimate:
         """The step if all ranks wait for a pipeline rank that computes ``compute`` per microbatch."""
-        workload, sent = self._workload, self._sent
-        count, p = workload.num_microbatches, workload.layout.pp
+        workload = self._workload
+        sent = self._sent
+        count = workload.num_microbatches
+        p = workload.layout.pp
         forth = self._forward.times(scale).total
         accumulated = sent.weights * 8 / self._rates.bytes if workload.zero_stage < 3 else 0.0
         elementwise = compute.elementwise + accumulated
@@ -300,7 +320,8 @@ class _Step:
         passes_back = 2.0 + (workload.activation_checkpoint != "none")
         idle_forth = self._idle(forth + 1 / 3 * (tensor + expert), scale, 1.0)
         idle_back = self._idle(back + 2 / 3 * (tensor + expert), scale, passes_back)
-        idle, hiding = idle_forth + idle_back, back + idle_back
+        idle = idle_forth + idle_back
+        hiding = back + idle_back
         once, each = sent.sharded(forth + idle_forth, hiding)
         send = sent.pipeline()
         stage = busy + tensor + context + expert + idle + each + send
@@ -344,7 +365,8 @@ class _Step:
 
 def _stages(workload: Workload) -> tuple[int, int]:
     """Most layers of a pipeline rank, and layers of the rank with the output layer."""
-    count, degree = workload.model.num_layers, workload.layout.pp
+    count = workload.model.num_layers
+    degree = workload.layout.pp
     if degree == 1:
         return 0, count
     sizes = workload.stage_layers or stage_layers(workload.model, degree * workload.stages_per_rank, workload.seq_len)

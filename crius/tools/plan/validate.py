@@ -29,7 +29,8 @@ from crius.tools.plan.workload import Device, from_config
 from crius.units import GIB
 from crius.untrusted import text_named
 
-SPEED, MEMORY = "tokens_per_second_per_rank", "memory_gib"
+SPEED = "tokens_per_second_per_rank"
+MEMORY = "memory_gib"
 NEEDED = ("gpu", "num_gpus", SPEED, MEMORY)
 OTHERS = ("tps_per_gpu", "peak_mem_gib")
 """Columns of the tables of published runs of other trainers."""
@@ -150,7 +151,8 @@ def validate_file(path: Path, read: Read) -> Report:
     Raises:
         ConfigError: the file cannot be read, or lacks columns.
     """
-    judged, failed = [], []
+    judged = []
+    failed = []
     for number, row in enumerate(_rows(path), start=1):
         name = row.get("id") or f"row {number}"
         try:
@@ -197,7 +199,8 @@ def _judged(name: str, row: Mapping[str, str], read: Read) -> Judged:
     if not (row[SPEED] or row[MEMORY]):
         raise ValueError(f"neither {SPEED} nor {MEMORY} is given")
     config, facts = read({key: value for key, value in row.items() if "." in key and value})
-    machine, ranks = hardware(row["gpu"]), int(row["num_gpus"])
+    machine = hardware(row["gpu"])
+    ranks = int(row["num_gpus"])
     device: Device = "cpu" if machine.generation == "cpu" else "cuda"
     place = Machine(device=device, name=machine.device, ranks=ranks)
     changes, _ = fit(config, facts, place, USABLE * machine.memory_bytes)  # as a run decides it

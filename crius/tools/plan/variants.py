@@ -132,7 +132,8 @@ def overrides(case: Case, workload: Workload) -> dict[str, Any]:
     They are the fields that differ from ``case.config`` and the pinned ones, so that the flags show everything that a
     plan depends on.
     """
-    layout, config = workload.layout, case.config
+    layout = workload.layout
+    config = case.config
     found: dict[str, Any] = {
         "model.name": config.model.name,
         "model.flavor": config.model.flavor,
@@ -169,7 +170,8 @@ def _reshards(case: Case, workload: Workload) -> tuple[str, ...]:
 
 
 def _syncs(case: Case, workload: Workload) -> tuple[Any, ...]:
-    layout, now = workload.layout, workload.gradient_sync
+    layout = workload.layout
+    now = workload.gradient_sync
     if (
         layout.pp > 1
         or workload.num_microbatches == 1

@@ -82,7 +82,8 @@ class PlanWatch:
     """
 
     def __init__(self, plan: RunPlan, ledger: TimeLedger, run_dir: Path) -> None:
-        self._plan, self._ledger = plan, ledger
+        self._plan = plan
+        self._ledger = ledger
         self._reports = Reports()
         self._so_far = Load()
         self._window: deque[Load] = deque()
@@ -125,7 +126,8 @@ class PlanWatch:
         return self.comparison().as_dict() if self._plan.hardware else None
 
     def _load(self, record: StepMetrics, steps: int) -> Load:
-        last, seconds = self._so_far, self._ledger.seconds
+        last = self._so_far
+        seconds = self._ledger.seconds
         is_gpu = self._plan.machine.on_gpu
         return Load(
             steps=last.steps + steps,
@@ -149,9 +151,11 @@ def blame(plan: RunPlan, spent: Load, load_average: float, num_cores: int) -> st
         num_cores: cores of this host.
     """
     assert plan.time is not None
-    planned, measured = plan.time.total, spent.step_seconds / spent.steps
+    planned = plan.time.total
+    measured = spent.step_seconds / spent.steps
     excess = measured - planned
-    machine, steps = plan.machine, spent.steps
+    machine = plan.machine
+    steps = spent.steps
     found = [
         (spent.data_seconds / steps, "waiting for data", "--data.prefetch"),
         (spent.compile_seconds / steps, "compiling again", "the log names the guard that failed"),

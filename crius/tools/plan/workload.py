@@ -198,9 +198,11 @@ def from_config(config: RunConfig, facts: ModelDescription, num_ranks: int, *, d
         LayoutError: the degrees do not multiply to ``num_ranks``.
     """
     layout = Layout.of(config.parallelism, num_ranks)
-    parallelism, training = settle_stages(config.parallelism, facts.num_layers), config.training
+    parallelism = settle_stages(config.parallelism, facts.num_layers)
+    training = config.training
     sizes = batch_sizes(training, layout.batch, microbatch_unit(parallelism))
-    mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_option
+    mode = config.activation_checkpoint.mode
+    option = config.activation_checkpoint.selective_option
     float8 = config.quantize.dense.float8
     modules = facts.modules(training.seq_len) if layout.pp > 1 else []
     return Workload(
