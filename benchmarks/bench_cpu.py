@@ -30,7 +30,7 @@ from crius.data.tokens import DOCUMENTS, TOKEN_BYTES, TOKENS
 from crius.models import registry
 from crius.models.huggingface import rows_of
 from crius.tokens.tokenizer import build_tokenizer
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 from crius.train.inputs import describe_model
 
 PEERS = Path(__file__).parent / "peers"
@@ -196,11 +196,11 @@ def compare(names: list[str], rounds: int, steps: int, warmup: int, flags: list[
             finished[name] = outcomes
             problems += [f"{name}: {line}" for line in disagreements(outcomes)]
             print("\n".join([f"{name}, {rounds} rounds of {steps} steps:", *table(outcomes), ""]), flush=True)
-    print("\n".join([*problems, f"{Machine.of(torch.device('cpu'))}; {time.monotonic() - begin:.0f} s in all"]))
+    print("\n".join([*problems, f"{BenchMachine.of(torch.device('cpu'))}; {time.monotonic() - begin:.0f} s in all"]))
     found = summary(finished) if finished else {"ratio_vs_best_peer": {}, "rss_ratio": None}
     if out:
         cases = {name: [row(outcome, outcomes[0]) for outcome in outcomes] for name, outcomes in finished.items()}
-        machine = Machine.of(torch.device("cpu")).as_dict()
+        machine = BenchMachine.of(torch.device("cpu")).as_dict()
         result = {**receipt("bench_cpu"), "machine": machine, "rounds": rounds, "steps_per_round": steps}
         write_result(out, {**result, "warmup": warmup, "problems": problems, **found, "cases": cases})
     print(json.dumps(found))

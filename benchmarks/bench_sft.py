@@ -24,7 +24,7 @@ from benchmarks.peers.task import SftTask
 from benchmarks.turns import Contestant, Outcome, ratios, row, table, take_turns
 from crius.cli.settings import run_of
 from crius.table import aligned
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 
 CASES = {"full": ("smollm2_sft", 5e-5), "lora": ("smollm2_lora", 1e-3)}
 """Recipe and learning rate."""
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if WARMUP + arguments.rounds * arguments.steps < COMPARED:
         parser.error(f"{COMPARED} steps are compared: more --rounds or --steps")
-    machine, problems, cases = Machine.of(torch.device("cpu")), list[str](), dict[str, Any]()
+    machine, problems, cases = BenchMachine.of(torch.device("cpu")), list[str](), dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="crius-sft-") as scratch:
         crius("export", arguments.model, str(Path(scratch) / "hf"), "--dtype", "float32")
         for name in arguments.cases.split(","):

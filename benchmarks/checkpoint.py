@@ -29,10 +29,10 @@ from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.load import find, load_tensors
 from crius.checkpoint.manifest import Manifest
-from crius.checkpoint.save import Place, Saver
+from crius.checkpoint.save import PieceOnDisk, Saver
 from crius.config.operation import CheckpointConfig
 from crius.errors import ConfigError
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 from crius.units import GIB
 
 TENSOR_BYTES = 16 << 20
@@ -60,7 +60,7 @@ class _Saves:
         self._folder = folder
         self._tensors = dict(tensors)
         config = CheckpointConfig(mode=mode, verify_on_save=verify)  # type: ignore[arg-type]
-        place = Place(0, 1, 1, dist.HashStore(), lambda value: [value], "bench")
+        place = PieceOnDisk(0, 1, 1, dist.HashStore(), lambda value: [value], "bench")
         self._saver = Saver(CheckpointFolder(open_disk(str(folder))), config, place, lambda: None)
         self._step = 0
         self._blocked = 0.0
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = rows_of(Path(own), tensors)
         measure(rows, options.repeat)
     about = f"{options.gib:g} GiB on {options.folder}"
-    report(options, "checkpoint", rows, Machine.of(torch.device("cpu")), "GB", about)
+    report(options, "checkpoint", rows, BenchMachine.of(torch.device("cpu")), "GB", about)
     return 0
 
 

@@ -23,7 +23,7 @@ from crius.data.cache import open_cached
 from crius.data.loader import BatchLoader
 from crius.data.source import TokenSource
 from crius.tokens.tokenizer import build_tokenizer
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 from crius.train.inputs import open_run_corpus, run_batch_sizes
 
 MEASURED_TOKENS = 4 << 20
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("crius").setLevel(logging.WARNING)  # each round would log that it tokenises
     measure(rows, options.repeat)
     batch = f"batches of {run_batch_sizes(config, 1).total} x {config.training.seq_len:,} tokens"
-    report(options, "data", rows, Machine.of(torch.device("cpu")), "tokens", batch, *corpus.description)
+    report(options, "data", rows, BenchMachine.of(torch.device("cpu")), "tokens", batch, *corpus.description)
     return 0
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from crius.tools.evaluate.encode import Row
+from crius.tools.evaluate.encode import TokenRow
 from crius.tools.evaluate.run import open_model, score_groups
-from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.settings import EvaluateSettings
 from crius.tools.evaluate.tasks import read_tasks
 
 
 @torch.inference_mode()
-def run_theirs(model: torch.nn.Module, rows: list[Row], batch_tokens: int) -> list[float]:
+def run_theirs(model: torch.nn.Module, rows: list[TokenRow], batch_tokens: int) -> list[float]:
     """Log-probabilities of ``rows``, in batches of at most ``batch_tokens`` with their padding; 1: one at a time."""
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
     found = [0.0] * len(rows)
@@ -41,7 +41,7 @@ def run_theirs(model: torch.nn.Module, rows: list[Row], batch_tokens: int) -> li
     return found
 
 
-def run_ours(source: object, groups: list[list[Row]], batch_tokens: int) -> list[float]:
+def run_ours(source: object, groups: list[list[TokenRow]], batch_tokens: int) -> list[float]:
     """The same by Crius, for the rows of each document."""
     found: dict[int, list[float]] = {}
     score_groups(source, groups, batch_tokens, lambda n, scores: found.update({n: [one.log_prob for one in scores]}))
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    source, encoder = open_model(args.source, Settings())
+    source, encoder = open_model(args.source, EvaluateSettings())
     theirs = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
     [task] = read_tasks([args.task], args.documents)
     groups = [

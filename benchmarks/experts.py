@@ -25,7 +25,7 @@ from benchmarks.turns import Contestant, Outcome, median_ratio, row, table, take
 from crius.config.run import RunConfig
 from crius.models import registry
 from crius.models.huggingface import config_of
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 from crius.train.inputs import describe_model
 
 PEERS = Path(__file__).parent / "peers"
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     if not problems:
         problems = disagreements(outcomes)
         print("\n".join(table(outcomes)))
-    machine = Machine.of(torch.device("cpu"))
+    machine = BenchMachine.of(torch.device("cpu"))
     print("\n".join([*problems, str(machine)]))
     found: dict[str, Any] = {} if problems else ratios(outcomes)
     print(json.dumps(found))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import growth_costs as costs
 import torch
 
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 
 UNITS = {"ms": 1e3, "s": 1.0, "MiB": 2**-20, "GiB": 2**-30, "KiB": 2**-10, "": 1.0}
 
@@ -278,7 +278,7 @@ def main() -> None:
     tables = {
         name: {"command": command, **TABLES[name](options.rounds).as_dict()} for name in options.tables.split(",")
     }
-    machine = Machine.of(torch.device("cpu")).as_dict()  # after the last fork
+    machine = BenchMachine.of(torch.device("cpu")).as_dict()  # after the last fork
     known = (
         json.loads(options.out.read_text(encoding="utf-8"))["tables"] if options.out and options.out.exists() else {}
     )

@@ -31,7 +31,7 @@ from crius.optim.build import build_optimizer
 from crius.optim.storage import nbytes
 from crius.parallel.runtime import pick_device
 from crius.plugins import REQUIREMENTS, install_line
-from crius.tools.bench.machine import Machine, wait_for
+from crius.tools.bench.machine import BenchMachine, wait_for
 from crius.units import GIB
 
 _ADAMW = {"optimizer.name": "adamw", "optimizer.state_dtype": "float32"}
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = rows_of(config, facts, parameters, names)
     measure(rows, options.repeat)
     about = f"{config.model.name}/{config.model.flavor}, {facts.num_layers} layers: {facts.num_parameters:,} parameters"
-    report(options, "optimizer", rows, Machine.of(device), "steps", f"{about} in {config.training.dtype}")
+    report(options, "optimizer", rows, BenchMachine.of(device), "steps", f"{about} in {config.training.dtype}")
     return 0
 
 

@@ -13,7 +13,7 @@ from crius.metrics.device import peak_tflops
 from crius.models import registry
 from crius.parallel.allocate import allocate
 from crius.parallel.init import init_parameters, init_rules
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 from crius.train.inputs import describe_model, open_run_corpus, run_batch_sizes
 
 
@@ -47,7 +47,7 @@ def run_facts(config: RunConfig, device: torch.device, num_ranks: int, tokens_pe
     """Facts about a run that the driver needs to turn its times into rates."""
     facts = describe_model(config)
     return {
-        "machine": Machine.of(device).as_dict(),
+        "machine": BenchMachine.of(device).as_dict(),
         "threads_environ": os.environ.get("OMP_NUM_THREADS", ""),
         "num_ranks": num_ranks,
         "tokens_per_step": tokens_per_step,

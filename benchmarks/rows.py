@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.command import publish, receipt
 from crius.table import aligned
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 from crius.tools.bench.result import Samples
 
 
@@ -83,7 +83,7 @@ def measure(rows: Sequence[Row], rounds: int) -> None:
 
 
 def report(
-    options: argparse.Namespace, name: str, rows: Sequence[Row], machine: Machine, unit: str, *about: str
+    options: argparse.Namespace, name: str, rows: Sequence[Row], machine: BenchMachine, unit: str, *about: str
 ) -> None:
     """Print the table, or the JSON.
 

@@ -24,7 +24,7 @@ from benchmarks.command import end_with, facts_from, parse, parser_of, positive
 from benchmarks.rows import Row, measure, report
 from crius.cli.app import refuse_given
 from crius.errors import EnvironmentError
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 
 _CLOCK = "crius.cli.app"  # starts the clock of summary.json after its imports
 _TRAINER = "crius.train.job"
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="crius-startup-") as folder:
         rows += train_rows(flags, Path(folder), compiles=config.compile.enable)
         measure(rows, options.repeat)
-    report(options, "startup", rows, Machine.of(torch.device("cpu")), "starts")
+    report(options, "startup", rows, BenchMachine.of(torch.device("cpu")), "starts")
     return 0
 
 

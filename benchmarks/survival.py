@@ -23,7 +23,7 @@ from crius.cli.settings import run_of
 from crius.config.run import RunConfig
 from crius.launch.environment import Placement
 from crius.launch.local import run_workers
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 from crius.train import job
 from crius.train.loop import Loop
 
@@ -134,7 +134,7 @@ def main() -> None:
             for number, (name, flags) in enumerate(CHAOS.items())
         }
     record["step"] = step_costs(options.rounds)
-    record["machine"] = Machine.of(torch.device("cpu")).as_dict()  # after the last fork: it runs torch
+    record["machine"] = BenchMachine.of(torch.device("cpu")).as_dict()  # after the last fork: it runs torch
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

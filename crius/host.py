@@ -103,6 +103,11 @@ def cpu_name() -> str:
     return _entry("model name") or platform.processor() or platform.machine()
 
 
+def usable_cores() -> int:
+    """Cores that this process may use; Slurm and containers may leave it fewer than the host has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def cpu_with_cores() -> str:
     """``cpu_name`` and the number of cores: machines that share a home folder can differ in the number alone."""
     return f"{cpu_name()}, {os.cpu_count() or 1} cores"

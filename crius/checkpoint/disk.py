@@ -27,7 +27,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Sink:
+class DiskSink:
     """A local file that is being written."""
 
     def __init__(self, descriptor: int) -> None:
@@ -83,14 +83,14 @@ class LocalDisk:
                 pass
 
     @contextmanager
-    def create(self, path: str) -> Iterator[Sink]:
+    def create(self, path: str) -> Iterator[DiskSink]:
         """Write a new file. Leaving the context makes it durable; an exception removes it."""
         folder, name = self._parts(path)
         with self._said("cannot be written", path), self._open_folder(folder) as parent:
             descriptor = os.open(name, _CREATE_FLAGS, 0o666, dir_fd=parent)
             try:
                 try:
-                    yield Sink(descriptor)
+                    yield DiskSink(descriptor)
                     os.fsync(descriptor)
                     if hasattr(os, "posix_fadvise"):  # verification should read the disk, not the page cache
                         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from crius.checkpoint.disk import Disk, Sink
+from crius.checkpoint.disk import Disk, DiskSink
 from crius.checkpoint.folder import damages_of_file
 from crius.checkpoint.manifest import BLOCK_BYTES, ITEM_BYTES, FileEntry, Hasher, Manifest, digest_of, own_digest
 from crius.checkpoint.names import MANIFEST
@@ -72,7 +72,7 @@ def write_shard(
     return FileEntry(at, whole.hexdigest()), places
 
 
-def _write_part(part: Part, sink: Sink, whole: Any, beat: Callable[[], None]) -> str:
+def _write_part(part: Part, sink: DiskSink, whole: Any, beat: Callable[[], None]) -> str:
     """Write a tensor and return its hash. Its bytes are freed before the next tensor's bytes are made."""
     data = part.data()
     if data.nbytes != part.num_bytes:

@@ -47,7 +47,7 @@ _RANGE_BYTES = 64 << 20  # most bytes per request
 Result = TypeVar("Result")
 
 
-class _Reader(io.RawIOBase):
+class _RemoteReader(io.RawIOBase):
     """A file that is read in ranges. A failed read is tried again."""
 
     def __init__(self, disk: "FsspecDisk", path: str) -> None:
@@ -139,7 +139,7 @@ class FsspecDisk:
 
     def open(self, path: str) -> BinaryIO:
         """Open the file for reading and seeking."""
-        return io.BufferedReader(_Reader(self, path), _READ_BYTES)
+        return io.BufferedReader(_RemoteReader(self, path), _READ_BYTES)
 
     def size(self, path: str) -> int:
         """Size of a file in bytes."""

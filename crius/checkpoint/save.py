@@ -98,7 +98,7 @@ POLL_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class PieceOnDisk:
     """This process among the processes that save together.
 
     Attributes:
@@ -154,7 +154,7 @@ class Saver:
         self,
         folder: CheckpointFolder,
         config: CheckpointConfig,
-        place: Place,
+        place: PieceOnDisk,
         beat: Callable[[], None],
         wait: Callable[[int, bool], None] = lambda rank, has_moved: None,
         committed: Callable[[Manifest], None] = lambda manifest: None,

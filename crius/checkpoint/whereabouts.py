@@ -14,7 +14,7 @@ from crius.untrusted import SMALL, parse_toml, text_below
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointPlace:
     """A folder of checkpoints, or one checkpoint in it.
 
     Attributes:
@@ -28,7 +28,7 @@ class Checkpoints:
     run_dir: Path | None
 
 
-def find_checkpoints(path: str, where: str = "command line") -> Checkpoints:
+def find_checkpoints(path: str, where: str = "command line") -> CheckpointPlace:
     """Find the checkpoints of a path from the command line: a run folder, a folder of checkpoints, or one checkpoint.
 
     Args:
@@ -40,19 +40,19 @@ def find_checkpoints(path: str, where: str = "command line") -> Checkpoints:
     """
     parent, _, last = path.rstrip("/").rpartition("/")
     if "://" in path:
-        return Checkpoints(CheckpointFolder(open_disk(parent if parse_folder(last) else path)), _name(last), None)
+        return CheckpointPlace(CheckpointFolder(open_disk(parent if parse_folder(last) else path)), _name(last), None)
     place = Path(path)
     if not place.is_dir():
         raise ConfigError(f"{path} is not a folder.", where=where, fix="give a run folder, or a folder of checkpoints")
     if parse_folder(name := place.absolute().name):
         parent = str(place.parent if place.name else place.absolute().parent)
-        return Checkpoints(CheckpointFolder(open_disk(parent)), name, None)
+        return CheckpointPlace(CheckpointFolder(open_disk(parent)), name, None)
     if (place / "run.toml").is_file() or (place / CheckpointConfig.folder).is_dir():
         within = _folder_of(place)
         where = within if "://" in within else str(place / within)
-        return Checkpoints(CheckpointFolder(open_disk(where)), "", place)
+        return CheckpointPlace(CheckpointFolder(open_disk(where)), "", place)
     run_dir = place.absolute().parent if (place.absolute().parent / "run.toml").is_file() else None
-    return Checkpoints(CheckpointFolder(open_disk(str(place))), "", run_dir)
+    return CheckpointPlace(CheckpointFolder(open_disk(str(place))), "", run_dir)
 
 
 def _name(last: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from crius.cli.app import Json, app, emit, need_torch
 from crius.errors import ConfigError
-from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.settings import EvaluateSettings
 from crius.tools.evaluate.tasks import LM_EVAL, read_tasks
 
 
@@ -20,7 +20,7 @@ def evaluate(
             " piqa:mc_5shot, or lm_eval:NAME for a task of lm-eval."
         ),
     ],
-    settings: Settings = Settings(),  # noqa: B008
+    settings: EvaluateSettings = EvaluateSettings(),  # noqa: B008
     as_json: Json = False,
 ) -> int:
     """Score a model: multiple choice, and bits per byte of text, each with its 95 % interval.

@@ -38,7 +38,7 @@ def export(
     anything differs, nothing is written and the exit code is 1.
     """
     from crius.interop.hub import located
-    from crius.tools.convert.exporting import Export, Source, export_model, open_source
+    from crius.tools.convert.exporting import Export, ExportSource, export_model, open_source
 
     if format == "dcp" and no_tokenizer:
         what = "--no_tokenizer has no effect with --format dcp, which has no tokenizer."
@@ -50,7 +50,7 @@ def export(
 
         check_push(push_to, is_answered=yes)
     opened = replace(open_source(located(source), step), has_tokenizer=not no_tokenizer)
-    write: Callable[[Source, str, str], Export] = export_model
+    write: Callable[[ExportSource, str, str], Export] = export_model
     if format == "dcp":
         from crius.tools.convert.dcp_out import export_dcp as write
     if format == "peft" or (not format and opened.weights.adapters):

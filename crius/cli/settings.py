@@ -45,7 +45,7 @@ from crius.config.rules_data import CORPUS_RULES, DATA_RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import differences, flatten
 from crius.errors import ConfigError, CriusError
-from crius.host import Machine, missing_for_compile
+from crius.host import Machine, missing_for_compile, usable_cores
 from crius.redact import redact_value
 from crius.units import GIB
 
@@ -151,7 +151,7 @@ def prepare(
     say_inferred(RunConfig(data=data))
     _check_corpus(data, tokenizer)
     started = time.monotonic()
-    meta = preparation.prepare(data, tokenizer, out, num_workers or os.cpu_count() or 1)
+    meta = preparation.prepare(data, tokenizer, out, num_workers or usable_cores())
     what = "conversations" if meta.is_chat else "documents"
     emit(f"{out}: {meta.num_tokens:,} tokens of {meta.num_documents:,} {what} in {time.monotonic() - started:.1f} s")
     for line in (line for line in left_out(out).splitlines() if line.startswith("# ")):

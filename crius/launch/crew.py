@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from crius.config.operation import LaunchConfig, WatchdogConfig
+from crius.host import usable_cores
 from crius.launch.environment import Placement
 from crius.launch.report import Blame, ErrorReport, Failure, leave, log_path, report_of, write_json, write_report
 from crius.launch.status import mirror_path, status
@@ -47,11 +48,11 @@ class Supervision:
     watchdog: WatchdogConfig
     assignment: Callable[[int], tuple[Callable[[Placement], None], int]] | None = None
     on_poll: Callable[[int, Mapping[int, int]], None] | None = None
-    on_failure: "Callable[[Attempt], None] | None" = None
+    on_failure: "Callable[[CrewAttempt], None] | None" = None
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CrewAttempt:
     """One start of all workers, and its end.
 
     Attributes:
@@ -85,11 +86,11 @@ class History:
         in_a_row: failures since the last step that was newer than all before.
     """
 
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[CrewAttempt] = field(default_factory=list)
     furthest: int = -1
     in_a_row: int = 0
 
-    def add(self, attempt: Attempt) -> None:
+    def add(self, attempt: CrewAttempt) -> None:
         """Count a failed attempt."""
         self.attempts.append(attempt)
         self.in_a_row = 1 if attempt.step > self.furthest else self.in_a_row + 1
@@ -210,7 +211,7 @@ def worker_processes(
         takes_signals: whether ``target`` sets the handlers of stop signals, see ``crius.launch.stop``; signals wait
             until it does.
     """
-    num_threads = str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, _num_cores() // num_ranks))
+    num_threads = str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // num_ranks))
     loopback = "lo0" if sys.platform == "darwin" else "lo"  # nothing listens on a network
     for rank in range(num_ranks):
         meeting = f"file:{folder / 'store'}"
@@ -228,10 +229,6 @@ def worker_processes(
         }
         args = (target, placement, exports, folder, os.getpid(), takes_signals)
         yield rank, _Process(target=worker_main, args=args, name=f"rank-{rank}")
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def worker_main(

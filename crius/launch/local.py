@@ -21,7 +21,7 @@ from pathlib import Path
 
 from crius.config.operation import WatchdogConfig
 from crius.errors import EnvironmentError
-from crius.launch.crew import Attempt, Crew, Exit, History, Supervision, attempt, reason_to_stop, worker_processes
+from crius.launch.crew import Crew, CrewAttempt, Exit, History, Supervision, attempt, reason_to_stop, worker_processes
 from crius.launch.environment import Placement
 from crius.launch.report import (
     Blame,
@@ -221,7 +221,7 @@ class _Run:
         step = max((beat.step or 0 for beat in self.beats(self.crew.exits).values()), default=0)
         cause = f"rank {root.rank}: {root.headline.splitlines()[0]}"
         now = time.monotonic()
-        ended = Attempt(self.number, self.started, now, step, cause, root.rank, root.phase, root.monotonic)
+        ended = CrewAttempt(self.number, self.started, now, step, cause, root.rank, root.phase, root.monotonic)
         self.history.add(ended)
         self.history.write(self.scratch)
         if self.supervision.on_failure:

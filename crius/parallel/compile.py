@@ -24,7 +24,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from crius.config.training import CompileConfig
 from crius.errors import EnvironmentError
-from crius.host import COMPILE_SWITCHES, user_cache
+from crius.host import COMPILE_SWITCHES, usable_cores, user_cache
 from crius.models.plan import ShardingPlan, match
 from crius.untrusted import read_named
 
@@ -87,7 +87,7 @@ def prepare_compile(
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         # inductor would start that many threads in every rank; the variable alone is not enough: it is read on import
-        threads = max(1, min(32, _num_cores() // max(1, local_ranks)))
+        threads = max(1, min(32, usable_cores() // max(1, local_ranks)))
         inductor_config.compile_threads = threads
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     compiler_config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')}{_kernels_tag()}"
@@ -304,11 +304,6 @@ def _kernels_tag(package: Path = Path(__file__).parents[1]) -> str:
 
 def _is_disabled() -> bool:
     return dynamo_config.disable or any(os.environ.get(name) == "1" for name in COMPILE_SWITCHES)
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cache_counters() -> Counter[str]:

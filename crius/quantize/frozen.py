@@ -21,7 +21,7 @@ from crius.shards import local_shard
 _CODES = 16  # numbers that 4 bits can encode
 
 
-class _Product(torch.autograd.Function):
+class _FrozenProduct(torch.autograd.Function):
     """``x`` times a weight that is unpacked for the forward and again for the backward, and not kept in between."""
 
     @staticmethod
@@ -30,7 +30,7 @@ class _Product(torch.autograd.Function):
         raise NotImplementedError
 
 
-class _Int8Product(_Product):
+class _Int8Product(_FrozenProduct):
     @staticmethod
     def unpacked(kept: tuple[Tensor, ...], width: int) -> Tensor:
         codes, scales = kept
@@ -48,7 +48,7 @@ class _Int8Product(_Product):
         return grad @ _Int8Product.unpacked(kept, ctx.width).to(grad.dtype), None, *(None for _ in kept)
 
 
-class _Nf4Product(_Product):
+class _Nf4Product(_FrozenProduct):
     @staticmethod
     def unpacked(kept: tuple[Tensor, ...], width: int) -> Tensor:
         codes, scales, factors = kept
@@ -75,7 +75,7 @@ class _Nf4Product(_Product):
 class QuantizedLinear(nn.Module):
     """A linear layer ``(out, in)`` whose weight is integers and factors. None of them is trained, nor is its bias."""
 
-    product: type[_Product]
+    product: type[_FrozenProduct]
     bias: nn.Parameter | None
 
     def __init__(self, linear: Linear) -> None:

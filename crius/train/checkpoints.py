@@ -20,7 +20,7 @@ from crius.checkpoint.load import Found, check_tensors, dtype_of, find, load_ten
 from crius.checkpoint.manifest import Manifest
 from crius.checkpoint.names import step_name
 from crius.checkpoint.plain import NAMES
-from crius.checkpoint.save import Place, Saver
+from crius.checkpoint.save import PieceOnDisk, Saver
 from crius.config.changes import changes, check_changes
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
@@ -109,7 +109,7 @@ class Checkpoints:
         self._attempt = self._ranks.gather_json(uuid.uuid4().hex[:8])[0]
         self._run_dir = run_dir
         self._command = placement.scratch.name if placement.scratch else ""
-        place = Place(
+        place = PieceOnDisk(
             self._ranks.rank,
             self._ranks.size,
             placement.local_world_size,

@@ -16,7 +16,7 @@ from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.shards import local_tensor, named_buffers, named_state
 from crius.train.sdc import Replicas
-from crius.train.stability import IncidentReporter, Score, SpikeMonitor
+from crius.train.stability import IncidentReporter, SpikeMonitor, SpikeScore
 from crius.train.state import Snapshot, TrainState
 from crius.train.step import Late, StepResult
 from crius.units import GIB
@@ -41,7 +41,7 @@ class _Unseen:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptState:
     """Values of a snapshot in addition to weights and optimizer state."""
 
     step: int
@@ -101,7 +101,7 @@ class UpdateGuard:
         self._buffers = named_buffers(state.parts, persistent=True)
         tensors = [tensor for _, tensor in named_state(state.parts)]
         self._snapshot = Snapshot(tensors, self._optimizer) if config.nonfinite == "rollback" else None
-        self._kept: _Kept | None = None
+        self._kept: _KeptState | None = None
         self._has_said_size = False
         can_wait = config.nonfinite == "stop" and config.spike in ("warn", "off")
         self._looks_late = self._optimizer.takes_found_inf and can_wait
@@ -249,7 +249,7 @@ class UpdateGuard:
         else:
             self._roll_back(step, f"{what}; see {path}", is_made=False)
 
-    def _on_spike(self, unseen: _Unseen, scores: dict[str, Score], monitor: SpikeMonitor) -> bool:
+    def _on_spike(self, unseen: _Unseen, scores: dict[str, SpikeScore], monitor: SpikeMonitor) -> bool:
         """Follow the policy; returns whether the update is to be made."""
         policy = self._config.spike
         step = unseen.result.step
@@ -315,7 +315,7 @@ class UpdateGuard:
     def _keep(self, step: int) -> None:
         assert self._snapshot
         self._snapshot.take()
-        self._kept = _Kept(step, self._state.updates, self._window())
+        self._kept = _KeptState(step, self._state.updates, self._window())
         self._in_a_row["rollbacks"] = 0
 
     def _warn(self, text: str) -> None:

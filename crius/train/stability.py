@@ -29,7 +29,7 @@ LEAST_SEEN = 5  # a standard deviation of fewer values has no meaning
 
 
 @dataclass(frozen=True)
-class Score:
+class SpikeScore:
     """A value compared with the window of the steps before.
 
     Attributes:
@@ -69,7 +69,7 @@ class SpikeMonitor:
         self._seen: dict[str, deque[float]] = {name: deque(maxlen=window) for name in FLOORS}
         self._least = max(LEAST_SEEN, -(-window // 5))
 
-    def score(self, loss: float, grad_norm: float) -> dict[str, Score]:
+    def score(self, loss: float, grad_norm: float) -> dict[str, SpikeScore]:
         """Scores of loss and gradient norm, which must be finite, by name; empty while too few steps were seen."""
         if len(self._seen["loss"]) < self._least:
             return {}
@@ -78,7 +78,7 @@ class SpikeMonitor:
             for name, value in (("loss", loss), ("grad_norm", grad_norm))
         }
 
-    def spikes(self, scores: dict[str, Score]) -> list[str]:
+    def spikes(self, scores: dict[str, SpikeScore]) -> list[str]:
         """Names of the ``scores`` that are spikes."""
         return [name for name, score in scores.items() if score.z >= self._zscore]
 
@@ -103,11 +103,11 @@ class SpikeMonitor:
             seen.extend(state[name] if state.keys() == self._seen.keys() else ())
 
 
-def _score(value: float, seen: list[float], num_last: int, floor: float) -> Score:
+def _score(value: float, seen: list[float], num_last: int, floor: float) -> SpikeScore:
     mean = statistics.fmean(seen[-num_last:])
     variance = statistics.fmean((late - early) ** 2 for early, late in itertools.pairwise(seen)) / 2
     std = math.sqrt(variance * (1 + 1 / num_last))  # of a value and of the mean together
-    return Score(value, mean, max(std, floor * abs(mean)))
+    return SpikeScore(value, mean, max(std, floor * abs(mean)))
 
 
 _NUM_RANKS = 4  # in a message
@@ -204,7 +204,7 @@ class IncidentReporter:
         self._write(result, {**facts, **found}, squared_grads, squared_weights)
         return culprit
 
-    def spike(self, result: StepResult, scores: Mapping[str, Score], facts: Mapping[str, Any]) -> None:
+    def spike(self, result: StepResult, scores: Mapping[str, SpikeScore], facts: Mapping[str, Any]) -> None:
         """Report a loss or gradient norm that jumped.
 
         Args:

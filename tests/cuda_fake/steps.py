@@ -29,7 +29,7 @@ from crius.parallel.expert import AllToAllDispatch
 from crius.parallel.mesh import build_mesh
 from crius.parallel.runtime import World, fake_world
 from crius.quantize.convert import usable_torchao
-from crius.tools.dry_run.memory import Timeline
+from crius.tools.dry_run.memory import MemoryTimeline
 from crius.tools.dry_run.recorder import collective
 from crius.tools.dry_run.run import _axes, dry_run
 from crius.tools.dry_run.splits import foretell
@@ -102,7 +102,7 @@ def run(flags: list[str], rank: int, folder: str, *, stages: bool = False) -> di
         mesh = build_mesh(layout, "cuda", has_experts=facts.num_experts > 0)
         config = decide(config, facts, Machine(device="cuda"), ranks, None)
         part = job.Job(config, facts, mesh, ranks, is_loaded=True)  # weights are allocated alone
-        timeline = Timeline()
+        timeline = MemoryTimeline()
         axes = _axes(mesh)
         watch = Watch(timeline, functools.partial(_on_axis, axes))
         fake = FakeMode()
@@ -156,7 +156,9 @@ def _on_axis(axes: dict[str, str], *operator: Any) -> tuple[str, str, int] | Non
 
 
 @contextlib.contextmanager
-def _weights_are_fake(fake: FakeMode, watch: Watch, timeline: Timeline, stack: contextlib.ExitStack) -> Iterator[None]:
+def _weights_are_fake(
+    fake: FakeMode, watch: Watch, timeline: MemoryTimeline, stack: contextlib.ExitStack
+) -> Iterator[None]:
     """Enter the fake mode when the first part is laid out: the mesh and ``fully_shard`` do not work inside it."""
 
     def materialize(part: torch.nn.Module, rules: Any, world: World, config: Any, *, draws: bool) -> None:

@@ -20,7 +20,7 @@ from crius.errors import ConfigError
 from crius.tools.data_audit.audit import audit
 from crius.tools.faults.fault import read_faults
 from crius.tools.verify import chaos as module
-from crius.tools.verify.chaos import Killer, Pace, chaos, drawn
+from crius.tools.verify.chaos import CalmPace, Killer, chaos, drawn
 from crius.tools.verify.options import Chaotic
 from crius.tools.verify.starts import Start
 from crius.tools.verify.survival import Family
@@ -118,7 +118,7 @@ def test_a_kill_in_a_compilation_comes_at_a_moment_of_it_and_in_an_empty_cache(t
     )
     draw = replace(drawn(2, 1)[0], is_cold=True, place=0.5, rank=0.0)
     killer = Killer([draw, draw, draw], [Start(config, 1)], tmp_path)
-    killer.pace = Pace(4.0, 0.5, compile=60.0)
+    killer.pace = CalmPace(4.0, 0.5, compile=60.0)
     assert killer.assignment(0)[2] == "kill:step=1,phase=optimizer,rank=0,attempt=0"
     assert not (tmp_path / "cache").exists()
     assert (killer._from, killer._delay) == (math.inf, 30.0), "from when the attempt is ready for its first step"
@@ -139,7 +139,7 @@ def test_each_attempt_is_killed_before_the_run_is_at_its_end(kills, steps, inter
     for seed in range(20):
         chance, folder = random.Random(seed), tmp_path / str(seed)
         killer = Killer(drawn(kills, seed), [Start(config, 2)], folder)
-        killer.pace = Pace(2.0, 0.1)
+        killer.pace = CalmPace(2.0, 0.1)
         for number in range(kills):
             saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
             _, num_ranks, text = killer.assignment(number)
@@ -177,7 +177,7 @@ def test_a_moment_counts_from_the_start_or_from_the_first_step(tmp_path, monkeyp
     draw = replace(drawn(2, 1)[0], is_timed=True, rank=0.99)
     early, late = replace(draw, place=0.0), replace(draw, place=math.nextafter(1.0, 0.0))
     killer = Killer([early, late, draw], [Start(config, 2)], tmp_path)
-    killer.pace = Pace(4.0, 0.5)
+    killer.pace = CalmPace(4.0, 0.5)
     assert killer.assignment(0)[2] == "kill:step=10,phase=data,rank=1,attempt=0"
     killer.on_poll(0, {0: 11, 1: 12})
     killer.on_poll(0, {0: 11, 1: 12})

@@ -27,7 +27,7 @@ from crius.parallel.runtime import world
 from crius.shards import named_state
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.parameters import Shards, checksums
-from crius.tools.verify.worker import Task
+from crius.tools.verify.worker import WorkerTask
 from crius.train import checkpoints
 
 ROUTED = ("--model.name", "qwen3_moe")
@@ -109,7 +109,7 @@ def run_layout(workers, tmp_path_factory):
         folder = tmp_path_factory.mktemp("run")
         if is_reference:
             folders[model] = folder
-        task = Task(case.config, folder, 60, Shards(folders[model], is_whole=True), is_reference)
+        task = WorkerTask(case.config, folder, 60, Shards(folders[model], is_whole=True), is_reference)
         found = workers(layout.num_ranks).run(partial(work, task), folder)[0]
         return {**json.loads((folder / worker.RESULT).read_text()), **found}
 

@@ -14,7 +14,7 @@ from crius.config.layout import parse_layout
 from crius.parallel.init import BLOCK_NUMEL, Normal, draw_rows
 from crius.tools.verify import matrix, worker
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.worker import Task
+from crius.tools.verify.worker import WorkerTask
 
 UNIT = Normal(1.0)
 FLAGS = ["--recipe", "verify", "--data.source", "text", "--data.path", str(TEXT)]
@@ -29,7 +29,7 @@ def checksums(workers, tmp_path_factory):
         facts = facts_of(parse([*FLAGS, "--debug.seed", str(seed)]), 0, None)
         case = matrix.case(facts, matrix.fixed(facts.config, [layout], 1), layout)
         folder = tmp_path_factory.mktemp(text)
-        task = Task(case.config, folder, 60, Shards(folder, is_whole=True))
+        task = WorkerTask(case.config, folder, 60, Shards(folder, is_whole=True))
         workers(layout.num_ranks).run(functools.partial(worker.start, task), folder)
         return json.loads((folder / worker.RESULT).read_text())["checksums"]
 

@@ -7,7 +7,7 @@ import pytest
 from harness import SMALL, layout_flags, num_ranks, parse
 
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.worker import RESULT, Task, train
+from crius.tools.verify.worker import RESULT, WorkerTask, train
 
 STEPS = 4
 FLAGS = [
@@ -66,7 +66,7 @@ def one_device(tmp_path_factory, result_of):
         folder = tmp_path_factory.mktemp("one")
         config = parse([*FLAGS, *layout_flags("1"), *OPTIMIZERS[name]])
         shards = Shards(folder, is_whole=True)
-        return result_of(Task(config, folder / "run", 60, shards, is_reference=True)), shards
+        return result_of(WorkerTask(config, folder / "run", 60, shards, is_reference=True)), shards
 
     return run
 
@@ -76,7 +76,7 @@ def one_device(tmp_path_factory, result_of):
 def test_a_sharded_step_is_the_whole_step(name, layout, flags, loss, update, one_device, result_of, tmp_path):
     want, shards = one_device(name)
     config = parse([*FLAGS, *layout_flags(layout), *OPTIMIZERS[name], *flags])
-    got = result_of(Task(config, tmp_path / "run", 120, shards))
+    got = result_of(WorkerTask(config, tmp_path / "run", 120, shards))
     assert got["missing"] == []
     assert got["moved"] > 1e-3  # of the whole model's norm: there is something to compare
     assert got["loss"] == pytest.approx(want["loss"], rel=loss, abs=0)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from crius.config.operation import LaunchConfig, WatchdogConfig
 from crius.errors import DataError, HangError
 from crius.launch import stop
-from crius.launch.crew import Attempt, History, Supervision, reason_to_stop
+from crius.launch.crew import CrewAttempt, History, Supervision, reason_to_stop
 from crius.launch.local import run_workers
 from crius.launch.report import Blame, Failure, leave
 from crius.launch.status import status
@@ -107,7 +107,7 @@ def failure(blame=Blame.SIGNAL, rendered=""):
 def test_a_run_is_given_up_when_it_does_not_get_further(steps, reason):
     history = History()
     for number, step in enumerate(steps):
-        history.add(Attempt(number, 0.0, 1.0, step, ""))
+        history.add(CrewAttempt(number, 0.0, 1.0, step, ""))
     assert reason_to_stop(failure(), history, LaunchConfig()).split(" (")[0] == reason
 
 

@@ -17,14 +17,14 @@ from crius.config.run import replace_fields
 from crius.host import Machine
 from crius.launch.local import run_workers
 from crius.tools.dry_run.run import dry_run
-from crius.tools.plan.fit import Candidate, candidates, choose, fit
+from crius.tools.plan.fit import FitCandidate, candidates, choose, fit
 from crius.tools.plan.hardware import KNOWN
 from crius.tools.plan.memory import memory
 from crius.tools.plan.workload import Estimate, from_config
 from crius.tools.verify import worker
 from crius.tools.verify.parameters import Shards
 from crius.tools.verify.run import run as run_task
-from crius.tools.verify.worker import Task
+from crius.tools.verify.worker import WorkerTask
 from crius.train import setup
 from crius.train.inputs import describe_model, resolve, run_batch_sizes
 
@@ -76,7 +76,7 @@ def test_the_estimate_is_within_5_percent_of_the_dry_run(flags, num_ranks, modes
 )
 def test_the_first_that_fits_is_chosen_and_else_the_smallest(budget, expected):
     sizes = zip(MODES, (30.0, 20.0, 10.0), (1.0, 2.0, 3.0), strict=True)
-    found = [Candidate(mode, 1, Estimate({"activations": size}), seconds) for mode, size, seconds in sizes]
+    found = [FitCandidate(mode, 1, Estimate({"activations": size}), seconds) for mode, size, seconds in sizes]
     assert choose(found, budget).mode == expected
 
 
@@ -137,7 +137,9 @@ def test_a_snapshot_to_go_back_to_needs_memory_of_the_host_only(mode):
 
 def test_weights_can_be_drawn_where_auto_has_no_batch_to_be_decided_for(tmp_path):
     found = [
-        run_task(worker.start, Task(parse([*TINY, *more]), tmp_path / name, 60, Shards(tmp_path, is_whole=True)), 1)
+        run_task(
+            worker.start, WorkerTask(parse([*TINY, *more]), tmp_path / name, 60, Shards(tmp_path, is_whole=True)), 1
+        )
         for name, more in (("none", []), ("auto", AUTO))
     ]
     assert found[0].result == found[1].result is not None, found[1].note

@@ -18,7 +18,7 @@ from crius.checkpoint.disk import open_disk
 from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.load import check_tensors, find, load_tensors
 from crius.checkpoint.manifest import Manifest
-from crius.checkpoint.save import Place, Saver
+from crius.checkpoint.save import PieceOnDisk, Saver
 from crius.checkpoint.tensors import StagedPlanner
 from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError
@@ -30,7 +30,7 @@ def alone(value):
 
 
 def saver_in(folder, beat=lambda: None, **config):
-    place = Place(0, 1, 1, dist.HashStore(), alone, "attempt")
+    place = PieceOnDisk(0, 1, 1, dist.HashStore(), alone, "attempt")
     there = CheckpointFolder(open_disk(str(folder)))
     committed = functools.partial(remember, Path(str(folder).removeprefix("file://")), there)
     return Saver(there, CheckpointConfig(**config), place, beat, committed=committed)
@@ -300,7 +300,7 @@ def test_ranks_that_write_to_places_of_their_own_have_not_saved(tmp_path):
     store = dist.HashStore()
 
     def rank(number):
-        place = Place(number, 2, 2, store, lambda value: [value, value], "attempt")
+        place = PieceOnDisk(number, 2, 2, store, lambda value: [value, value], "attempt")
         folder = CheckpointFolder(open_disk(str(tmp_path / str(number))))
         saver = Saver(folder, CheckpointConfig(mode="sync"), place, lambda: None)
         save(saver, 3)
@@ -334,7 +334,7 @@ def test_a_rank_that_waits_for_a_slow_one_beats_while_that_one_writes(slow, mode
             writes.release(100)
 
     def rank(number):
-        place = Place(number, 2, 2, store, lambda value: [value, value], "attempt")
+        place = PieceOnDisk(number, 2, 2, store, lambda value: [value, value], "attempt")
         hooks = (beat, lambda *word: None) if number == slow else (lambda: None, wait)
         folder = CheckpointFolder(open_disk(str(tmp_path)))
         saver = Saver(folder, CheckpointConfig(mode=mode), place, *hooks)

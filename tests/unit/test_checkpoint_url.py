@@ -153,7 +153,7 @@ def test_a_file_behind_a_url_is_read_in_ranges(monkeypatch):
     monkeypatch.setattr(remote_disk, "_RANGE_BYTES", 4)
     data = bytes(range(10))
     disk = SimpleNamespace(size=lambda path: len(data), read=lambda path, begin, end: data[begin:end])
-    reader = remote_disk._Reader(disk, "f")
+    reader = remote_disk._RemoteReader(disk, "f")
 
     def take(size):
         buffer = bytearray(size)

@@ -22,7 +22,7 @@ from crius.tools.convert import exporting, importing
 from crius.tools.report import page, sweep
 from crius.tools.verify import crash as verb
 from crius.tools.verify.crash import crash
-from crius.tools.verify.crash_record import Journal, Record, state_of, tree_of
+from crius.tools.verify.crash_record import Journal, WriteRecord, state_of, tree_of
 from crius.tools.verify.crash_states import crashes, in_other_orders
 from crius.train.saving import remember
 
@@ -49,9 +49,9 @@ def test_a_journal_tells_writes_renames_and_removals_apart(tmp_path):
 
 
 def test_a_crash_loses_what_no_sync_made_durable_and_nothing_else():
-    make = Record("make a", {(1, "a"): 2, 2: b""}, {1})
-    write = Record("write a", {2: b"text"}, {2})
-    records = [make, write, Record("sync file", {}, {2}), Record("sync folder", {}, {1}, is_list=True)]
+    make = WriteRecord("make a", {(1, "a"): 2, 2: b""}, {1})
+    write = WriteRecord("write a", {2: b"text"}, {2})
+    records = [make, write, WriteRecord("sync file", {}, {2}), WriteRecord("sync folder", {}, {1}, is_list=True)]
 
     def left(count):
         return {crash.tree.get("a") for crash in crashes(records, 1) if crash.what.startswith(f"record {count}")}
@@ -62,7 +62,7 @@ def test_a_crash_loses_what_no_sync_made_durable_and_nothing_else():
 
 def test_other_orders_keep_that_of_each_rank_and_that_around_a_commit():
     names = ["rank-0", "rank-1", "b", "rename step-1", "c", "rank-1 again"]
-    records = [Record(name, {(1, name): 2, 2: b""}, {1}, rank="rank-1" in name) for name in names]
+    records = [WriteRecord(name, {(1, name): 2, 2: b""}, {1}, rank="rank-1" in name) for name in names]
     found = {tuple(crash.tree) for crash in in_other_orders(records, 1, random.Random(1)) if len(crash.tree) == 6}
     assert len(found) > 3
     for order in found:

@@ -21,12 +21,12 @@ from crius.models import registry
 from crius.models.decode import generate
 from crius.tokens.tokenizer import ByteTokenizer
 from crius.tools.evaluate import run
-from crius.tools.evaluate.encode import Encoder, Row
+from crius.tools.evaluate.encode import Encoder, TokenRow
 from crius.tools.evaluate.metrics import Figure, Score, figures
-from crius.tools.evaluate.record import Key, Record
+from crius.tools.evaluate.record import Key, ScoreRecord
 from crius.tools.evaluate.run import open_model
 from crius.tools.evaluate.score import batches, join, saves, score
-from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.settings import EvaluateSettings
 from crius.tools.evaluate.tasks import Document, Request, Task, read_tasks
 
 PREFIX = 258  # <|im_end|>, which tokenizer_config.json names as EOS; for Crius a document ends with <|endoftext|>
@@ -64,7 +64,7 @@ def tasks(tmp_path):
 @torch.no_grad()
 def reference(source, tokens, count):
     """Log-probability in float64 of the last ``count`` of ``tokens``, each given all tokens before it."""
-    model = open_model(open_weights(str(source)), Settings())[0].model.double()
+    model = open_model(open_weights(str(source)), EvaluateSettings())[0].model.double()
     log_probs = model(torch.tensor([tokens])).log_softmax(-1)[0]
     return sum(float(log_probs[place - 1, tokens[place]]) for place in range(len(tokens) - count, len(tokens)))
 
@@ -74,7 +74,7 @@ def test_scores_are_those_of_each_text_alone(evaluate, tasks, source, tmp_path):
     assert (code, err) == (0, "")
     header, *rows = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
     found = {(row["task"].split("/")[-1], row["document"], row["request"]): row for row in rows}
-    tokenizer = open_model(open_weights(str(source)), Settings())[0].tokenizer
+    tokenizer = open_model(open_weights(str(source)), EvaluateSettings())[0].tokenizer
 
     def ids(text):
         return tokenizer.encode(text).tolist()
@@ -134,11 +134,11 @@ def test_equal_rows_are_read_once(choices, evaluate, tmp_path):
 
 
 def test_rows_are_joined_at_their_common_beginning_and_batched_by_length():
-    joined = join([Row((1, 2, 3, 4), (5,)), Row((1, 2, 6), (2, 6, 7))])
+    joined = join([TokenRow((1, 2, 3, 4), (5,)), TokenRow((1, 2, 6), (2, 6, 7))])
     assert joined == ([1, 2, 3, 4, 6], [0, 1, 2, 3, 2], [0, 0, 1, 1, 2], [[3], [0, 1, 4]])
-    groups = [[Row((1,) * size, (1,))] for size in (2, 4, 3, 2, 2)]
+    groups = [[TokenRow((1,) * size, (1,))] for size in (2, 4, 3, 2, 2)]
     assert list(batches(groups, 8)) == [[1, 2], [0, 3, 4]]
-    row = Row((1,) * 9, (2,))
+    row = TokenRow((1,) * 9, (2,))
     rows = {Key("text", 0, 0): [row, row], Key("quiz", 0, 0): [row], Key("quiz", 0, 1): [row]}
     assert [len(group) for group in run._grouped(rows)] == [1, 1, 2], "windows of a text are read alone"
 
@@ -150,7 +150,7 @@ def test_rows_that_are_joined_see_the_window_that_each_has_alone(num_bytes, most
     random = torch.Generator().manual_seed(0)
     for parameter in model.requires_grad_(False).parameters():
         parameter.normal_(0.0, 0.2, generator=random)
-    rows = [Row((*range(8), *end), (*end, 9)) for end in ((11, 12, 13), (14, 15), (16,))]
+    rows = [TokenRow((*range(8), *end), (*end, 9)) for end in ((11, 12, 13), (14, 15), (16,))]
     alone = [score(model, [[row]])[0][0].log_prob for row in rows]
     logits = model.logits
     read = []
@@ -178,8 +178,8 @@ def test_the_prefix_is_the_bos_or_eos_that_the_source_names(special, bos, want):
 
 
 def test_a_batch_is_left_out_only_if_all_of_it_is_known(source):
-    loaded = open_model(open_weights(str(source)), Settings())[0]
-    groups = [[Row((97, 98), (99,))]] * 3
+    loaded = open_model(open_weights(str(source)), EvaluateSettings())[0]
+    groups = [[TokenRow((97, 98), (99,))]] * 3
     for known, wanted in (({0}, [0, 1, 2]), ({0, 1, 2}, []), ((), [0, 1, 2])):
         told = []
         tokens = run.score_groups(
@@ -205,9 +205,9 @@ def test_a_record_continues_to_the_same_figures(evaluate, tasks, tmp_path):
 
 def test_a_record_that_is_left_is_free_for_the_next_command(tmp_path):
     path = str(tmp_path / "new" / "folder" / "record.jsonl")
-    with Record(path, {"dtype": "float32"}, {"t": "digest"}) as record:
+    with ScoreRecord(path, {"dtype": "float32"}, {"t": "digest"}) as record:
         record.add([(Key("t", 0, 1), Score(-1.5, True, 2))])
-    with Record(path, {"dtype": "float32"}, {"t": "digest"}) as again:  # while the first object is still there
+    with ScoreRecord(path, {"dtype": "float32"}, {"t": "digest"}) as again:  # while the first object is still there
         assert (record.scores, again.scores) == ({}, {Key("t", 0, 1): Score(-1.5, True, 2)})
 
 
@@ -317,20 +317,20 @@ def test_results_are_a_table_with_intervals_and_speed_where_they_are_known():
 
 def test_generate_and_evaluate_give_a_token_one_log_probability(source):
     """Both over all 320 rows of the model, as transformers does, though 61 of them have no text."""
-    loaded = open_model(open_weights(str(source)), Settings())[0]
+    loaded = open_model(open_weights(str(source)), EvaluateSettings())[0]
     prompt = loaded.tokenizer.encode("abc").tolist()
     steps = list(generate(loaded.model, [prompt], lambda logits: logits.argmax(-1), max_new_tokens=6, num_ids=259))
     answer = [int(step.ids_B) for step in steps]
-    [[found]] = score(loaded.model, [[Row((*prompt, *answer[:-1]), tuple(answer))]])
+    [[found]] = score(loaded.model, [[TokenRow((*prompt, *answer[:-1]), tuple(answer))]])
     assert float(torch.cat([step.log_probs_B for step in steps]).sum()) == pytest.approx(found.log_prob, abs=1e-5)
     assert found.log_prob == pytest.approx(reference(source, [*prompt, *answer], len(answer)), abs=1e-5)
 
 
 def test_targets_are_greedy_if_each_is_the_most_probable_id(source):
-    model = open_model(open_weights(str(source)), Settings())[0].model
+    model = open_model(open_weights(str(source)), EvaluateSettings())[0].model
     prompt = (97, 98, 99)
     best = tuple(model(torch.tensor([prompt])).argmax(-1)[0].tolist())
-    found, other = score(model, [[Row(prompt, best)], [Row(prompt, (*best[:2], best[2] ^ 1))]])
+    found, other = score(model, [[TokenRow(prompt, best)], [TokenRow(prompt, (*best[:2], best[2] ^ 1))]])
     assert (found[0].is_greedy, found[0].tokens, other[0].is_greedy) == (True, 3, False)
 
 
@@ -496,12 +496,14 @@ def test_choices_whose_contexts_are_cut_differently_are_scored_as_each_alone(eva
     record = tmp_path / "record.jsonl"
     assert evaluate("--tasks", tmp_path / "cut.jsonl", "--max_length", 24, "--out", record)[0] == 0
     rows = [json.loads(line) for line in record.read_text().splitlines()[1:]]
-    tokenizer = open_model(open_weights(str(source)), Settings())[0].tokenizer
+    tokenizer = open_model(open_weights(str(source)), EvaluateSettings())[0].tokenizer
     for found in rows:
         text = f"{row['context']} {row['choices'][found['request']]}"
         ids = tokenizer.encode(text).tolist()[-25:]
         assert found["log_prob"] == pytest.approx(reference(source, ids, found["tokens"]), abs=1e-5)
-    assert not saves([Row((1, 2, 3), (3,)), Row((2, 3, 4), (4,))]) and saves([Row((1,) * 9, (2,)), Row((1,) * 9, (3,))])
+    assert not saves([TokenRow((1, 2, 3), (3,)), TokenRow((2, 3, 4), (4,))]) and saves(
+        [TokenRow((1,) * 9, (2,)), TokenRow((1,) * 9, (3,))]
+    )
 
 
 def test_logits_that_are_not_finite_are_an_error(evaluate, tasks, tmp_path, monkeypatch):
@@ -545,7 +547,7 @@ def test_a_chat_is_scored_with_the_ids_that_training_has(evaluate, source, tmp_p
     told = json.loads(out)
     assert code == 0 and told["results"][0]["task"] == f"{tmp_path / 'one.jsonl'}, chat"
     assert told["results"] != plain["results"] and plain["tokens"] > 0, "the record has both"
-    tokenizer = open_model(open_weights(str(source)), Settings())[0].tokenizer
+    tokenizer = open_model(open_weights(str(source)), EvaluateSettings())[0].tokenizer
     chat = [{"messages": [{"role": "user", "content": "One and\n"}, {"role": "assistant", "content": "two"}]}]
     encoder = ChatEncoder(tokenizer, CHATML, {}, DataConfig(train_on_end_of_turn=False))
     [sample] = encoder.encode([Conversation(tuple(chat[0]["messages"]), None, "here")])

@@ -11,11 +11,11 @@ from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.interop.weights import open_weights
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.evaluate import lm_eval_tasks
-from crius.tools.evaluate.encode import Row
+from crius.tools.evaluate.encode import TokenRow
 from crius.tools.evaluate.metrics import Figure
 from crius.tools.evaluate.run import open_model
 from crius.tools.evaluate.score import score
-from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.settings import EvaluateSettings
 from crius.tools.generate.run import answer
 from crius.tools.generate.settings import Prompt
 from crius.tools.generate.settings import Settings as Generation
@@ -28,7 +28,7 @@ def opened(tmp_path_factory):
     """A small source and its encoder."""
     folder = tmp_path_factory.mktemp("source")
     save_source(folder)
-    return open_model(open_weights(str(folder)), Settings(max_length=LENGTH))
+    return open_model(open_weights(str(folder)), EvaluateSettings(max_length=LENGTH))
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def package(monkeypatch):
 
 
 def results(package, opened, names=("quiz",), **settings):
-    return lm_eval_tasks.scorer(names)(*opened, Settings(max_length=LENGTH, **settings))
+    return lm_eval_tasks.scorer(names)(*opened, EvaluateSettings(max_length=LENGTH, **settings))
 
 
 def model(package, opened):
@@ -139,7 +139,7 @@ def test_texts_have_the_log_probabilities_that_each_has_alone(package, opened, m
     texts = ["Some text of several windows. " * 5, "short"]
     rolled = asked.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts])
     for text, total in zip(texts, rolled, strict=True):
-        rows: list[Row] = list(encoder.windows(encoder.encode(text)))
+        rows: list[TokenRow] = list(encoder.windows(encoder.encode(text)))
         want = sum(score(source.model, [[row]])[0][0].log_prob for row in rows)
         assert total == pytest.approx(want, abs=1e-4)
 

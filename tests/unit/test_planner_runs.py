@@ -21,8 +21,8 @@ from crius.tools.plan import auto
 from crius.tools.plan.compare import (
     LEAST_STEPS,
     WARM_STEPS,
-    Comparison,
     Measured,
+    PlanComparison,
     Reports,
     compare_run,
     measured_of,
@@ -209,7 +209,7 @@ def test_a_comparison_says_both_and_the_error():
     plan = planned()
     rate = plan.tokens_per_second
     measured = Measured(steps=9, tokens_per_second=rate / 1.25, memory_bytes=plan.memory.total * 2)
-    compared = Comparison(plan=plan, measured=measured)
+    compared = PlanComparison(plan=plan, measured=measured)
     assert compared.as_dict()["tokens_per_second_error"] == pytest.approx(0.25)
     assert compared.as_dict()["memory_error"] == pytest.approx(-0.5)
     assert "(+25%)" in compared.line()
@@ -218,7 +218,7 @@ def test_a_comparison_says_both_and_the_error():
         f"planned memory: {summed(plan.memory.parts, GIB)} GiB ({plan.memory.note})",
         f"planned step: {1e3 * plan.time.total:,.1f} ms = {summed(plan.time.parts, 1e-3, 1)}",
     ]
-    unknown = Comparison(plan=planned(hardware=None), measured=measured)
+    unknown = PlanComparison(plan=planned(hardware=None), measured=measured)
     assert unknown.speed_error is None
     assert unknown.memory_error is None
     assert "crius bench calibrate" in unknown.line()
@@ -237,7 +237,7 @@ def test_a_cpu_that_computes_in_bfloat16_has_no_planned_speed():
     )
     assert plan.time is None and plan.memory.total > 0
     measured = Measured(steps=9, tokens_per_second=100.0, memory_bytes=plan.memory.total)
-    assert "the speed of bfloat16 on a CPU is not planned" in Comparison(plan=plan, measured=measured).line()
+    assert "the speed of bfloat16 on a CPU is not planned" in PlanComparison(plan=plan, measured=measured).line()
     assert any("bfloat16 on a CPU" in reason for reason in validated_range(plan.workload, CPU))
 
 

@@ -33,7 +33,7 @@ from crius.tools.tune.choices import (
 )
 from crius.tools.tune.choose import about_answers, choose_weights
 from crius.tools.tune.counted import counted
-from crius.tools.tune.held_out import Conversation, change, compared
+from crius.tools.tune.held_out import HeldConversation, change, compared
 from crius.tools.tune.model import opened
 
 transformers = pytest.importorskip("transformers")
@@ -94,7 +94,7 @@ def test_what_was_given_is_not_chosen():
 
 
 def test_a_question_ends_where_the_first_answer_begins():
-    one = Conversation([1, 2, 3, 4, 5, 6, 7], [False, False, True, True, False, False, True])
+    one = HeldConversation([1, 2, 3, 4, 5, 6, 7], [False, False, True, True, False, False, True])
     assert (one.question, one.answer) == ([1, 2], [3, 4])
 
 

@@ -12,7 +12,7 @@ from crius.host import cpu_name
 
 
 @dataclass(frozen=True)
-class Machine:
+class BenchMachine:
     """The machine that the numbers of a benchmark depend on.
 
     Attributes:
@@ -30,7 +30,7 @@ class Machine:
     torch_version: str
 
     @classmethod
-    def of(cls, device: torch.device) -> "Machine":
+    def of(cls, device: torch.device) -> "BenchMachine":
         """The machine that ``device`` is in."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
         return cls(device.type, name, torch.get_num_threads(), os.cpu_count() or 1, torch.__version__)

@@ -14,7 +14,7 @@ from crius.models.description import ModelDescription
 from crius.parallel.compile import prepare_compile
 from crius.parallel.runtime import pick_device
 from crius.quantize.convert import convert, missing_matmuls
-from crius.tools.bench.machine import Machine, seconds_of
+from crius.tools.bench.machine import BenchMachine, seconds_of
 from crius.tools.bench.options import Timed
 from crius.tools.bench.result import Samples
 from crius.tools.bench.speedups import HIGH, MODES, Shape, report
@@ -65,7 +65,7 @@ def quantize(
         del works
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    report(config, shapes, names, chosen, tokens, Machine.of(device), emulated=emulated, as_json=as_json)
+    report(config, shapes, names, chosen, tokens, BenchMachine.of(device), emulated=emulated, as_json=as_json)
     return 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from crius.config.run import RunConfig
 from crius.config.training import FORMATS
 from crius.table import aligned
-from crius.tools.bench.machine import Machine
+from crius.tools.bench.machine import BenchMachine
 from crius.tools.bench.result import Samples, show
 
 HIGH = "bfloat16"
@@ -111,7 +111,7 @@ def report(
     formats: Sequence[str],
     modes: Sequence[str],
     tokens: int,
-    machine: Machine,
+    machine: BenchMachine,
     *,
     emulated: bool,
     as_json: bool,

@@ -17,7 +17,7 @@ from crius.errors import ConfigError
 from crius.interop.weights import hash_files
 from crius.tools.convert.convert import in_pairs
 from crius.tools.convert.dcp import read_dcp
-from crius.tools.convert.exporting import Export, Source, parts_of, written
+from crius.tools.convert.exporting import Export, ExportSource, parts_of, written
 from crius.tools.convert.foreign_names import in_titan, is_rotated
 from crius.tools.convert.new_folder import new_folder
 
@@ -39,7 +39,7 @@ class _OneByOne(dcp.DefaultSavePlanner):
         return torch.from_numpy(data).view(DTYPES[part.dtype]).reshape(part.shape)
 
 
-def export_dcp(source: Source, target: str, dtype: str = "") -> Export:
+def export_dcp(source: ExportSource, target: str, dtype: str = "") -> Export:
     """Write ``source`` as the folder ``target`` of DCP, one tensor at a time in memory.
 
     Args:

@@ -38,7 +38,7 @@ _WRITTEN = "tensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ExportSource:
     """The model to export.
 
     Attributes:
@@ -71,7 +71,7 @@ class Export:
     """
 
     where: str
-    source: Source
+    source: ExportSource
     kind: str
     tensors: int
     files: Mapping[str, str]
@@ -102,7 +102,7 @@ class Export:
         return [f"{name:<9}  {text}" for name, text in rows.items() if text]
 
 
-def open_source(path: str, step: int) -> Source:
+def open_source(path: str, step: int) -> ExportSource:
     """The source that ``path`` and ``step`` name: a run, a checkpoint, or a Hugging Face folder.
 
     Args:
@@ -126,7 +126,7 @@ def open_source(path: str, step: int) -> Source:
         path = f"{path.rstrip('/') if '://' in path else found.folder.disk.where}/{step_name(step)}"
     weights = open_weights(path)
     if not weights.saved:
-        return Source(weights=weights)
+        return ExportSource(weights=weights)
     manifest = weights.saved.manifest
     state = read_state(*weights.saved)
     init = {f"source_{key}": value for key, value in state.get("init_from", {}).items()}
@@ -140,10 +140,10 @@ def open_source(path: str, step: int) -> Source:
         "hash of those": str(begun.get("source_digest", "")),
         **{f"version of {package}": version for package, version in manifest.versions.items()},
     }
-    return Source(weights=weights, settings=manifest.config, facts=facts)
+    return ExportSource(weights=weights, settings=manifest.config, facts=facts)
 
 
-def parts_of(source: Source, names: Mapping[str, str], dtype: str) -> list[Part]:
+def parts_of(source: ExportSource, names: Mapping[str, str], dtype: str) -> list[Part]:
     """The tensors as they are written, in the order of the model.
 
     Args:
@@ -206,7 +206,7 @@ def _read(newest: _Newest, tensor: TensorSource, row: int | None, dtype: str) ->
 
 
 def written(
-    target: str, source: Source, parts: Sequence[Part], back: Mapping[str, TensorSource], **told: Any
+    target: str, source: ExportSource, parts: Sequence[Part], back: Mapping[str, TensorSource], **told: Any
 ) -> Export:
     """The result of an export, after each tensor is compared with the source, which is read a second time.
 
@@ -237,7 +237,7 @@ def written(
     return Export(where=target, source=source, tensors=len(parts), dtypes=dtypes, num_bytes=size, **told)
 
 
-def export_model(source: Source, target: str, dtype: str = "", compare: Compare = compared) -> Export:
+def export_model(source: ExportSource, target: str, dtype: str = "", compare: Compare = compared) -> Export:
     """Write ``source`` as the Hugging Face folder ``target``, one tensor at a time in memory.
 
     Args:

@@ -158,7 +158,7 @@ def _reader(package_reader: Any) -> Any:
     The package itself reads on behind the end of a file, as many items as the file says.
     """
 
-    class Reader(package_reader):
+    class GgufReader(package_reader):
         data: Any
         num_items = 0
         num_bytes = 0
@@ -180,7 +180,7 @@ def _reader(package_reader: Any) -> Any:
                 raise ValueError("it has too much text")
             return found
 
-    return Reader
+    return GgufReader
 
 
 def _opened(path: Path, fields: dict[str, Any], tensors: Any, dequantize: Callable[..., Any], where: str) -> GgufFile:

@@ -22,7 +22,7 @@ from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.convert.comparison import Compare, Job, compared
 from crius.tools.convert.exporting import (
     Export,
-    Source,
+    ExportSource,
     job_of,
     parts_of,
     write_parts,
@@ -37,7 +37,7 @@ _ONE_FILE = 1 << 62
 """Bytes of a file: PEFT reads one file of any size."""
 
 
-def export_peft(source: Source, target: str, dtype: str = "", compare: Compare = compared) -> Export:
+def export_peft(source: ExportSource, target: str, dtype: str = "", compare: Compare = compared) -> Export:
     """Write the adapters of ``source`` as the PEFT folder ``target``.
 
     Args:

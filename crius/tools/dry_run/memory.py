@@ -59,7 +59,7 @@ class _Life:
         self.died = -1
 
 
-class Timeline:
+class MemoryTimeline:
     """Births and deaths of storages. Time is the number of events so far."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from crius.tools.dry_run.memory import Bytes, Timeline
+from crius.tools.dry_run.memory import Bytes, MemoryTimeline
 
 _SHAPE_QUESTION = "_propagate_tensor_meta_non_cached"  # the uncached part
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, groups: Mapping[str, str]) -> None:
         super().__init__()
-        self.timeline = Timeline()
+        self.timeline = MemoryTimeline()
         self.flops: Counter[tuple[str, str]] = Counter()
         self.collectives: dict[tuple[str, str], Counter[tuple[str, str, str]]] = defaultdict(Counter)
         self._groups = groups

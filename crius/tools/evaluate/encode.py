@@ -9,7 +9,7 @@ from crius.tokens.tokenizer import Tokenizer
 from crius.tools.evaluate.tasks import Kind, Request
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """Tokens that the model reads at once, and the tokens to score.
 
     Attributes:
@@ -37,7 +37,7 @@ class Encoder:
     prefix: int
     is_chat: bool
 
-    def rows(self, request: Request, kind: Kind, where: str) -> list[Row]:
+    def rows(self, request: Request, kind: Kind, where: str) -> list[TokenRow]:
         """The rows of a request: one, or the windows of a whole text.
 
         Args:
@@ -55,7 +55,7 @@ class Encoder:
             raise DataError(f"{request.continuation[:50]!r} has no token to score.", where=where)
         return rows
 
-    def row(self, context: list[int], targets: list[int], where: str) -> Row:
+    def row(self, context: list[int], targets: list[int], where: str) -> TokenRow:
         """A continuation after its context. If both together are too long, only the end of the context is read.
 
         Raises:
@@ -69,7 +69,7 @@ class Encoder:
                 where=where,
                 fix='a larger --max_length, or {"text": ...}, which is scored in windows',
             )
-        return Row(tuple(((context or [self.prefix]) + targets)[-self.max_length - 1 : -1]), tuple(targets))
+        return TokenRow(tuple(((context or [self.prefix]) + targets)[-self.max_length - 1 : -1]), tuple(targets))
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, after a BOS if the tokenizer adds one. Names of special tokens are plain text."""
@@ -97,15 +97,15 @@ class Encoder:
         )
         return first or [self.prefix], whole[len(first) :]
 
-    def windows(self, ids: list[int]) -> Iterator[Row]:
+    def windows(self, ids: list[int]) -> Iterator[TokenRow]:
         """Rows in which each of ``ids`` is a target once: full windows, and a last one with as much context as fits."""
         size = self.max_length
         first = ids[:size]
         if first:
-            yield Row((self.prefix, *first[:-1]), tuple(first))
+            yield TokenRow((self.prefix, *first[:-1]), tuple(first))
         for begin in range(size, len(ids), size):
             end = min(begin + size, len(ids))
-            yield Row(tuple(ids[end - size - 1 : end - 1]), tuple(ids[begin:end]))
+            yield TokenRow(tuple(ids[end - size - 1 : end - 1]), tuple(ids[begin:end]))
 
     def _plain(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer.encode(text)]

@@ -11,11 +11,11 @@ from typing import Any
 
 from crius.errors import ConfigError, CriusError, DataError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
-from crius.tools.evaluate.encode import Encoder, Row
+from crius.tools.evaluate.encode import Encoder, TokenRow
 from crius.tools.evaluate.metrics import Figure, Score, Z
 from crius.tools.evaluate.run import Others, Result, score_groups
 from crius.tools.evaluate.score import saves
-from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.settings import EvaluateSettings
 from crius.tools.evaluate.tasks import LM_EVAL
 from crius.tools.generate.run import answer
 from crius.tools.generate.settings import Prompt
@@ -54,7 +54,9 @@ def scorer(names: Sequence[str]) -> Others:
     return partial(_score, wanted, manager)
 
 
-def _score(wanted: Sequence[str], manager: Any, source: Source, encoder: Encoder, settings: Settings) -> list[Result]:
+def _score(
+    wanted: Sequence[str], manager: Any, source: Source, encoder: Encoder, settings: EvaluateSettings
+) -> list[Result]:
     """Results of tasks.
 
     Raises:
@@ -111,7 +113,7 @@ def _figures(metrics: Mapping[str, Any]) -> dict[str, Figure]:
     return figures
 
 
-def _model(source: Source, encoder: Encoder, settings: Settings) -> Any:
+def _model(source: Source, encoder: Encoder, settings: EvaluateSettings) -> Any:
     """The model with lm-eval's interface."""
     from lm_eval.api.model import TemplateLM  # noqa: PLC0415  optional package
 
@@ -143,7 +145,7 @@ def _model(source: Source, encoder: Encoder, settings: Settings) -> Any:
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             return _answers(source, encoder, [request.args for request in requests])
 
-    def _scores(groups: Sequence[Sequence[Row]]) -> list[Score]:
+    def _scores(groups: Sequence[Sequence[TokenRow]]) -> list[Score]:
         found: dict[int, Sequence[Score]] = {}
         score_groups(source, groups, settings.batch_tokens, found.__setitem__)
         return [score for number in range(len(groups)) for score in found[number]]

@@ -23,7 +23,7 @@ class Key(NamedTuple):
     request: int
 
 
-class Record:
+class ScoreRecord:
     """The file of scores; without a path no scores are kept.
 
     Args:
@@ -57,7 +57,7 @@ class Record:
         except (OSError, RuntimeError) as error:
             raise self._unusable(error) from None
 
-    def __enter__(self) -> "Record":
+    def __enter__(self) -> "ScoreRecord":
         return self
 
     def __exit__(

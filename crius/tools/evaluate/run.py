@@ -14,11 +14,11 @@ from crius.interop.context import longest_context
 from crius.interop.weights import Weights
 from crius.table import aligned
 from crius.tokens.renderer import render_chats
-from crius.tools.evaluate.encode import Encoder, Row
+from crius.tools.evaluate.encode import Encoder, TokenRow
 from crius.tools.evaluate.metrics import Figure, Score, as_json, figures
-from crius.tools.evaluate.record import Key, Record
+from crius.tools.evaluate.record import Key, ScoreRecord
 from crius.tools.evaluate.score import batches, join, saves, score
-from crius.tools.evaluate.settings import Settings
+from crius.tools.evaluate.settings import EvaluateSettings
 from crius.tools.evaluate.tasks import Document, Request, Task
 from crius.tools.generate.source import Source, read_source
 
@@ -134,7 +134,7 @@ def _changed(task: Task, change: Callable[[Request], Request]) -> tuple[Document
     return tuple(replace(document, requests=tuple(map(change, document.requests))) for document in task.documents)
 
 
-def open_model(weights: Weights, settings: Settings) -> tuple[Source, Encoder]:
+def open_model(weights: Weights, settings: EvaluateSettings) -> tuple[Source, Encoder]:
     """The model of a run folder, a checkpoint or a Hugging Face folder, and the encoder of texts into its rows.
 
     Matmuls are torch's, as in transformers: another order of sums would change the log-probability of a long text by
@@ -157,12 +157,15 @@ def _prefix(source: Source) -> int:
     return source.tokenizer.eos_id if bos is None else bos
 
 
-Others = Callable[[Source, Encoder, Settings], list[Result]]
+Others = Callable[[Source, Encoder, EvaluateSettings], list[Result]]
 """Scores tasks of another package."""
 
 
 def evaluate(
-    weights: Weights, tasks: Sequence[Task], settings: Settings, others: Others = lambda source, encoder, settings: []
+    weights: Weights,
+    tasks: Sequence[Task],
+    settings: EvaluateSettings,
+    others: Others = lambda source, encoder, settings: [],
 ) -> Evaluation:
     """Score ``tasks``, then others.
 
@@ -183,7 +186,7 @@ def evaluate(
         "device": weight.device.type,
         "max_length": encoder.max_length,
     }
-    rows: dict[Key, list[Row]] = {}
+    rows: dict[Key, list[TokenRow]] = {}
     for task in tasks:
         for document in task.documents:
             for number, request in enumerate(document.requests):
@@ -192,7 +195,7 @@ def evaluate(
     theirs = others(source, encoder, settings)  # first, because Crius's own scores are recorded
     words = {"tokenizer": source.tokenizer.fingerprint, "prefix": encoder.prefix, "bos": source.tokenizer.adds_bos}
     header = facts | words | ({"digest": source.weights.digest} if settings.out else {})
-    with Record(settings.out, header, {task.name: task.digest for task in tasks}) as record:
+    with ScoreRecord(settings.out, header, {task.name: task.digest for task in tasks}) as record:
         began = time.perf_counter()
         scores, tokens = _score(source, rows, record, settings.batch_tokens)
         seconds = time.perf_counter() - began
@@ -216,7 +219,7 @@ def evaluate(
 
 def score_groups(
     source: Source,
-    groups: Sequence[Sequence[Row]],
+    groups: Sequence[Sequence[TokenRow]],
     batch_tokens: int,
     done: Callable[[int, Sequence[Score]], None],
     is_known: Callable[[int], bool] = lambda number: False,
@@ -243,7 +246,7 @@ def score_groups(
 
 
 def _score(
-    source: Source, rows: Mapping[Key, Sequence[Row]], record: Record, batch_tokens: int
+    source: Source, rows: Mapping[Key, Sequence[TokenRow]], record: ScoreRecord, batch_tokens: int
 ) -> tuple[dict[Key, Score], int]:
     """Scores of all requests, and the tokens read for requests that were not in the record."""
     scores = {key: record.scores[key] for key in rows if key in record.scores}
@@ -282,7 +285,7 @@ def _score(
     return scores, tokens
 
 
-def _grouped(rows: Mapping[Key, Sequence[Row]]) -> Iterator[list[tuple[Key, Row]]]:
+def _grouped(rows: Mapping[Key, Sequence[TokenRow]]) -> Iterator[list[tuple[Key, TokenRow]]]:
     """The choices of a document together if that saves work, each window of a text by itself."""
     for _, keys in itertools.groupby(rows, key=lambda key: (key.task, key.document)):
         parts = [(key, row) for key in keys for row in rows[key]]

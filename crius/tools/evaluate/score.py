@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from crius.models.decode import cached, log_probs_of
 from crius.models.decoder import Decoder
-from crius.tools.evaluate.encode import Row
+from crius.tools.evaluate.encode import TokenRow
 from crius.tools.evaluate.metrics import Score
 
 _WORTH = 0.9
@@ -40,7 +40,7 @@ class Joined(NamedTuple):
     places: list[list[int]]
 
 
-def join(rows: Sequence[Row]) -> Joined:
+def join(rows: Sequence[TokenRow]) -> Joined:
     """Rows as one sequence."""
     shared = len(os.path.commonprefix([row.tokens for row in rows]))
     joined = Joined(list(rows[0].tokens[:shared]), list(range(shared)), [0] * shared, [])
@@ -54,12 +54,12 @@ def join(rows: Sequence[Row]) -> Joined:
     return joined
 
 
-def saves(rows: Sequence[Row]) -> bool:
+def saves(rows: Sequence[TokenRow]) -> bool:
     """Whether rows share enough to be one sequence: a mask and long sequences take time too."""
     return len(join(rows).tokens) < _WORTH * sum(len(row.tokens) for row in rows)
 
 
-def batches(groups: Sequence[Sequence[Row]], batch_tokens: int) -> Iterator[list[int]]:
+def batches(groups: Sequence[Sequence[TokenRow]], batch_tokens: int) -> Iterator[list[int]]:
     """Numbers of groups, the longest first, in batches of at most ``batch_tokens`` with their padding.
 
     The longest come first, so that a batch that does not fit into memory fails at once.
@@ -76,7 +76,7 @@ def batches(groups: Sequence[Sequence[Row]], batch_tokens: int) -> Iterator[list
 
 
 @torch.inference_mode()
-def score(model: Decoder, groups: Sequence[Sequence[Row]]) -> list[list[Score]]:
+def score(model: Decoder, groups: Sequence[Sequence[TokenRow]]) -> list[list[Score]]:
     """Scores of the rows of each group, in one batch. Logits are computed only for targets.
 
     Args:

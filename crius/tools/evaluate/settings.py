@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from crius.tools.generate.settings import Settings as SourceSettings
-from crius.tools.generate.settings import refuse_out_of_range
+from crius.tools.generate.settings import Settings, refuse_out_of_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class EvaluateSettings:
     """How tasks are scored."""
 
     limit: int = 0
@@ -35,9 +34,9 @@ class Settings:
     """dtype of weights and computation. auto: bfloat16 on a GPU, else float32."""
 
     @property
-    def of_source(self) -> SourceSettings:
+    def of_source(self) -> Settings:
         """How the model is read."""
-        return SourceSettings(device=self.device, dtype=self.dtype, chat=self.chat)
+        return Settings(device=self.device, dtype=self.dtype, chat=self.chat)
 
     def check(self) -> None:
         """Compare all settings with their ranges.

@@ -14,9 +14,9 @@ from crius.models.description import Layer, ModelDescription
 from crius.models.description import Weight as Described
 from crius.tools.plan.holdings import (
     Held,
-    Part,
+    HeldPart,
+    HeldWeights,
     RankLayers,
-    Weights,
     part_of,
     rank_layers,
     split_tensor,
@@ -141,13 +141,13 @@ def adapters_held(workload: Workload, rank: int) -> Held:
     layout = workload.layout
     total = _adapters(workload.model, _units(layers), layout.tp, layout.fsdp, workload.moment_bytes)
     each = max(1, layers.layers)
-    mean = Part(total.whole / each, total.own / each, total.state / each)
-    held = Weights(dense=mean, experts=mean, embedding=Part(), head=Part())
+    mean = HeldPart(total.whole / each, total.own / each, total.state / each)
+    held = HeldWeights(dense=mean, experts=mean, embedding=HeldPart(), head=HeldPart())
     return Held(layers=layers, units=held, whole=total.whole, own=total.own, end=0.0, state=total.state)
 
 
 @lru_cache(maxsize=4096)
-def _adapters(model: ModelDescription, units: tuple[str, ...], tp: int, shards: int, moment_bytes: float) -> Part:
+def _adapters(model: ModelDescription, units: tuple[str, ...], tp: int, shards: int, moment_bytes: float) -> HeldPart:
     chosen = frozenset(units)
     own = [split_tensor(model, weight, tp) for weight in model.adapters if weight.unit in chosen]
     return part_of(own, shards, moment_bytes)

@@ -215,7 +215,7 @@ class Reports:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class PlanComparison:
     """A plan and the measurements of its run."""
 
     plan: RunPlan
@@ -300,7 +300,7 @@ def _undamaged(records: Iterable[dict[str, Any] | None]) -> Iterator[dict[str, A
 
 def compare_run(
     run_dir: Path, config: RunConfig, facts: ModelDescription, hardware: Hardware | None = None
-) -> Comparison:
+) -> PlanComparison:
     """The plan of the run in ``run_dir`` and its measurements.
 
     Args:
@@ -329,6 +329,6 @@ def compare_run(
         config = replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=mode))
     if config.training.local_batch_size == -1:
         config = replace(config, training=replace(config.training, local_batch_size=microbatch))
-    return Comparison(
+    return PlanComparison(
         plan=plan_run(config, facts, machine, hardware or hardware_of_machine(machine)), measured=measured
     )

@@ -19,7 +19,7 @@ from crius.tools.plan.search import (
     TIE,
     Candidate,
     Family,
-    Found,
+    SearchResult,
     axes_named,
     best,
     family_of,
@@ -55,7 +55,7 @@ def _in_float8(one: Workload) -> Workload:
     return replace(one, precision="float8", float8_recipe="tensorwise", float8_all_gather=one.layout.fsdp > 1)
 
 
-def explain(found: Found, winner: Candidate | None) -> list[str]:
+def explain(found: SearchResult, winner: Candidate | None) -> list[str]:
     """Sentences, in the order of the decisions."""
     case = found.case
     lines = [*_size(case), *_start(found)]
@@ -101,7 +101,7 @@ def _size(case: Case) -> Iterator[str]:
     )
 
 
-def _start(found: Found) -> Iterator[str]:
+def _start(found: SearchResult) -> Iterator[str]:
     """Pure FSDP, and how much recomputation it needs."""
     case = found.case
     pure = frozenset[str]()
@@ -171,7 +171,7 @@ def _gain(what: str, winner: Candidate, without: Candidate) -> str:
     return f"{what} is worth {speed:+.1%} tokens/s and changes memory by {gib:+.1f} GiB."
 
 
-def _axis(found: Found, winner: Candidate, axis: str) -> str:
+def _axis(found: SearchResult, winner: Candidate, axis: str) -> str:
     """Why an axis is taken or not."""
     taken = family_of(winner.workload.layout)
     name = NAMES[axis]
@@ -208,13 +208,13 @@ def _axis(found: Found, winner: Candidate, axis: str) -> str:
     return f"{name} is not taken: {other.workload.layout} is {why_slower(other, winner)}."
 
 
-def _fastest(found: Found, families: Iterable[Family]) -> Candidate | None:
+def _fastest(found: SearchResult, families: Iterable[Family]) -> Candidate | None:
     wanted = set(families)
     pool = [one for one in found.fitting if family_of(one.workload.layout) in wanted]
     return max(pool, key=lambda one: one.tokens_per_second, default=None)
 
 
-def _smallest(found: Found, families: Iterable[Family]) -> Candidate | None:
+def _smallest(found: SearchResult, families: Iterable[Family]) -> Candidate | None:
     return min((found.too_large[family] for family in families), key=lambda one: one.memory.total, default=None)
 
 

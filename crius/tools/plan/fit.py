@@ -25,7 +25,7 @@ MICROBATCH = "training.local_batch_size"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FitCandidate:
     """One way to train a run.
 
     Attributes:
@@ -64,7 +64,7 @@ def fit(config: RunConfig, facts: ModelDescription, machine: Machine, budget: fl
     return {MODE: chosen.mode} | ({} if is_default else {MICROBATCH: chosen.microbatch}), why
 
 
-def candidates(config: RunConfig, facts: ModelDescription, machine: Machine) -> list[Candidate]:
+def candidates(config: RunConfig, facts: ModelDescription, machine: Machine) -> list[FitCandidate]:
     """Possible choices for ``config``, the fastest first. On a CPU the microbatch is as given, or as by default.
 
     If no known GPU has all precisions, times are those of an H100: they are only compared with each other.
@@ -72,14 +72,14 @@ def candidates(config: RunConfig, facts: ModelDescription, machine: Machine) -> 
     known = of_machine(machine.name) if machine.on_gpu else None
     hardware = known if known and known.float8_flops else KNOWN["h100-80g"]
 
-    def found() -> Iterator[Candidate]:
+    def found() -> Iterator[FitCandidate]:
         sizes = open_microbatches(config.training, batch, microbatch_unit(config.parallelism))
         for mode in _modes(config):
             for size in sizes if machine.on_gpu else sizes[:1]:
                 one = replace_fields(config, {MODE: mode, MICROBATCH: size})
                 work = from_config(one, facts, machine.ranks, device="cuda" if machine.on_gpu else "cpu")
                 counted = memory(work, counting="reserved" if machine.on_gpu else "tensors")
-                yield Candidate(mode, size, counted, step_time(work, hardware).total)
+                yield FitCandidate(mode, size, counted, step_time(work, hardware).total)
 
     batch = Layout.of(config.parallelism, machine.ranks).batch
     return sorted(found(), key=lambda one: one.seconds)
@@ -93,7 +93,7 @@ def _modes(config: RunConfig) -> tuple[str, ...]:
     return MODES[:1] if splits_backward(config.parallelism) else MODES
 
 
-def choose(found: list[Candidate], budget: float) -> Candidate:
+def choose(found: list[FitCandidate], budget: float) -> FitCandidate:
     """The first choice that fits into ``budget`` bytes, else the smallest."""
     fitting = (one for one in found if one.memory.total <= budget)
     return next(fitting, min(found, key=lambda one: one.memory.total))

@@ -128,7 +128,7 @@ _STEP_BYTES = 4  # per weight: its count of updates
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """Weights of one unit of FSDP.
 
     Attributes:
@@ -143,15 +143,15 @@ class Part:
     state: float = 0
     routed: float = 0
 
-    def and_experts(self, experts: "Part") -> "Part":
+    def and_experts(self, experts: "HeldPart") -> "HeldPart":
         """This unit with routed experts."""
         own = self.own + experts.own
         state = self.state + experts.state
-        return Part(self.whole + experts.whole, own, state, experts.whole)
+        return HeldPart(self.whole + experts.whole, own, state, experts.whole)
 
 
 @dataclass(frozen=True)
-class Weights:
+class HeldWeights:
     """The units of a model on one rank.
 
     Attributes:
@@ -161,10 +161,10 @@ class Weights:
         head: after the layers: the norm and, unless it is tied on the same stage, the output layer.
     """
 
-    dense: Part
-    experts: Part
-    embedding: Part
-    head: Part
+    dense: HeldPart
+    experts: HeldPart
+    embedding: HeldPart
+    head: HeldPart
 
 
 def model_parameters(model: ModelDescription) -> int:
@@ -182,7 +182,7 @@ def weights(
     is_tied: bool,
     moment_bytes: float,
     muon: bool,
-) -> Weights:
+) -> HeldWeights:
     """The units of ``model``, each weight split over ``tp`` ranks and then by rows over ``shards``.
 
     Args:
@@ -195,12 +195,12 @@ def weights(
         muon: whether matrices of the layers have one running mean; other weights have two.
     """
 
-    def part(tensors: Iterable[_Tensor], matrix_moments: int = 2) -> Part:
+    def part(tensors: Iterable[_Tensor], matrix_moments: int = 2) -> HeldPart:
         return part_of(tensors, shards, moment_bytes, matrix_moments)
 
-    def unit(layer: Layer | None) -> Part:
+    def unit(layer: Layer | None) -> HeldPart:
         if layer is None:
-            return Part()
+            return HeldPart()
         moments = 1 if muon else 2
         common = part(_tensors(model, layer, tp), moments)
         routed = [one for one in layer.weights if one.is_routed]
@@ -209,7 +209,7 @@ def weights(
 
     norm = _Tensor(model.dim, 1, model.dim, is_matrix=False)
     embedding = _Tensor(-(-model.vocab_size // tp), model.dim, model.vocab_size * model.dim)
-    return Weights(
+    return HeldWeights(
         dense=unit(model.dense[1]),
         experts=unit(model.experts[1]),
         embedding=part([embedding]),
@@ -217,7 +217,7 @@ def weights(
     )
 
 
-def part_of(tensors: Iterable["_Tensor"], shards: int, moment_bytes: float, matrix_moments: int = 2) -> Part:
+def part_of(tensors: Iterable["_Tensor"], shards: int, moment_bytes: float, matrix_moments: int = 2) -> HeldPart:
     """A unit of weights that tensor parallelism has split, by rows over ``shards``.
 
     Args:
@@ -227,7 +227,7 @@ def part_of(tensors: Iterable["_Tensor"], shards: int, moment_bytes: float, matr
         matrix_moments: running means of a matrix.
     """
     pairs = [(tensor, -(-tensor.rows // shards) * tensor.columns) for tensor in tensors if tensor.rows]
-    return Part(
+    return HeldPart(
         whole=sum(tensor.rows * tensor.columns for tensor, _ in pairs),
         own=sum(own for _, own in pairs),
         state=sum(
@@ -301,14 +301,14 @@ class Held:
     """
 
     layers: RankLayers
-    units: Weights
+    units: HeldWeights
     whole: float
     own: float
     end: float
     state: float
     buffers: float = 0.0
 
-    def layer(self, index: int) -> Part:
+    def layer(self, index: int) -> HeldPart:
         """Layer ``index`` of the rank; the dense ones come first."""
         return self.units.dense if index < self.layers.dense else self.units.experts
 

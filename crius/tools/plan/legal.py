@@ -1,7 +1,6 @@
 """Layouts and batches that the trainer accepts, listed fast; the rules of a run then check the winners."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,6 +16,7 @@ from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import flatten
 from crius.errors import CriusError
+from crius.host import usable_cores
 from crius.models.adapted import Adapted
 from crius.models.description import ModelDescription
 from crius.models.registry import SPECS
@@ -141,7 +141,7 @@ def violations(
         asked_ranks=num_ranks,
         asked_by="",
         num_gpus=0,
-        num_cores=os.cpu_count() or 1,
+        num_cores=usable_cores(),
         local_ranks=num_ranks,
         is_dry=True,
     )

@@ -28,7 +28,7 @@ from crius.tools.plan.adapters import (
 from crius.tools.plan.experts import choice_bytes, routing_bytes, row_numbers, selective_bytes
 from crius.tools.plan.hardware import Hardware
 from crius.tools.plan.holdings import Held, held_by
-from crius.tools.plan.peaks import Activations, LayerKind, LossBytes, Moment, parts_between, peak, waiting_for_loss
+from crius.tools.plan.peaks import Activations, BlockKind, LossBytes, Moment, parts_between, peak, waiting_for_loss
 from crius.tools.plan.workload import Estimate, Pointwise, Workload
 from crius.units import GIB
 
@@ -340,7 +340,7 @@ def _activations(workload: Workload, held: Held, constants: MemoryConstants) -> 
     shared = _ROTARY_BYTES * sum(rope.dim for rope in ropes) + hidden * _sent(workload, held)
     layers = held.layers
     kinds = tuple(
-        _kind(workload, spans, constants) if spans else LayerKind()
+        _kind(workload, spans, constants) if spans else BlockKind()
         for spans in (layers.dense_spans, layers.expert_spans)
     )
     return Activations((kinds[0], kinds[1]), workload.selective_layers or 1, shared * tokens, hidden * tokens)
@@ -350,7 +350,7 @@ def _kind(
     workload: Workload,
     spans: tuple[tuple[int, int], ...],
     constants: MemoryConstants,
-) -> LayerKind:
+) -> BlockKind:
     mode = workload.activation_checkpoint
     tokens = workload.tokens
     factor = constants.nvfp4_kept if workload.precision == "nvfp4" else 1.0
@@ -362,7 +362,7 @@ def _kind(
     if mode == "selective" and workload.selective_layers is not None:  # some of the layers, each in full
         own = one.none
         least = one.full
-    return LayerKind(
+    return BlockKind(
         spans,
         kept=own * factor * tokens,
         saved=(own - least) * factor * tokens,

@@ -49,7 +49,7 @@ class LossBytes:
     output: float = 0.0
 
 
-class LayerKind(NamedTuple):
+class BlockKind(NamedTuple):
     """Layers of one kind on a rank, and the bytes of one of them for a microbatch.
 
     Attributes:
@@ -92,7 +92,7 @@ class Activations:
         hidden: bytes of one hidden state.
     """
 
-    kinds: tuple[LayerKind, LayerKind]
+    kinds: tuple[BlockKind, BlockKind]
     every: int
     sent: float
     hidden: float

@@ -20,8 +20,8 @@ from crius.tools.plan.legal import Case, violations
 from crius.tools.plan.remedies import MOST_HOST_BYTES, OFFLOAD, Remedy, remedies, remedies_of_shape
 from crius.tools.plan.search import (
     Candidate,
-    Found,
     Reject,
+    SearchResult,
     best,
     best_rows,
     fewest_gpus,
@@ -69,7 +69,7 @@ class Plan:
     """
 
     case: Case
-    found: Found
+    found: SearchResult
     winner: Candidate | None
     settings: dict[str, Any]
     rows: list[Candidate]
@@ -171,7 +171,7 @@ def _check_batch(case: Case, origin: Callable[[str], str]) -> None:
     )
 
 
-def legal_best(found: Found) -> Candidate | None:
+def legal_best(found: SearchResult) -> Candidate | None:
     """The best candidate that the rules of a run accept; None if nothing fits.
 
     Raises:
@@ -245,7 +245,7 @@ def remedies_of(plan: Plan) -> list[Remedy]:
     return [*first, *_adapters(plan.found), *found[len(first) :]]
 
 
-def _adapters(found: Found) -> Iterator[Remedy]:
+def _adapters(found: SearchResult) -> Iterator[Remedy]:
     """LoRA if a layout then fits: on the weights as they are, or else in 4 bits."""
     case = found.case
     smallest = found.smallest
@@ -275,7 +275,7 @@ def _winner(case: Case) -> Candidate | None:
         return None
 
 
-def nothing_fits(found: Found) -> LayoutError:
+def nothing_fits(found: SearchResult) -> LayoutError:
     """The error of a search that found nothing, with the smallest number of GPUs."""
     case = found.case
     smallest = found.smallest

@@ -68,7 +68,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Results of a search.
 
     Attributes:
@@ -100,7 +100,7 @@ def judge(workload: Workload, hardware: Hardware) -> Candidate:
     return Candidate(workload, need, step_time(workload, hardware), need.total <= usable_bytes(hardware))
 
 
-def search(case: Case) -> Found:
+def search(case: Case) -> SearchResult:
     """All legal layouts of ``case``, each with the least recomputation that fits.
 
     Recomputation always costs time, so more of it is judged only if less does not fit.
@@ -132,7 +132,9 @@ def search(case: Case) -> Found:
                 fitting += found
                 if found:
                     break
-    return Found(case, fitting, {family: judge(one, hardware) for family, (_, one) in too_large.items()}, num_judged)
+    return SearchResult(
+        case, fitting, {family: judge(one, hardware) for family, (_, one) in too_large.items()}, num_judged
+    )
 
 
 def fits_on(case: Case) -> bool:
@@ -278,7 +280,7 @@ def _preferred(pool: Sequence[Candidate], hardware: Hardware) -> Candidate | Non
     return min(tied, key=key)
 
 
-def best_of_families(found: Found) -> dict[Family, Candidate]:
+def best_of_families(found: SearchResult) -> dict[Family, Candidate]:
     """The best candidate of each set of axes with a fitting candidate."""
     pools: dict[Family, list[Candidate]] = {}
     for one in found.fitting:
@@ -287,7 +289,7 @@ def best_of_families(found: Found) -> dict[Family, Candidate]:
     return {family: one for family, one in chosen.items() if one is not None}
 
 
-def best_rows(found: Found, winner: Candidate) -> list[Candidate]:
+def best_rows(found: SearchResult, winner: Candidate) -> list[Candidate]:
     """The winner, then the fastest candidate of each other layout."""
     fastest: dict[tuple[Layout, str], Candidate] = {}
     for one in found.fitting:
@@ -299,7 +301,7 @@ def best_rows(found: Found, winner: Candidate) -> list[Candidate]:
     return [winner, *others[: MOST_ROWS - 1]]
 
 
-def rejects(found: Found, winner: Candidate, shown: Iterable[Candidate]) -> list[Reject]:
+def rejects(found: SearchResult, winner: Candidate, shown: Iterable[Candidate]) -> list[Reject]:
     """For each set of axes that the table lacks, its best candidate and why it is worse; the instructive ones first."""
     families = {family_of(one.workload.layout) for one in shown}
     fitting = best_of_families(found)

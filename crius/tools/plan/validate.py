@@ -104,7 +104,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanErrors:
     """All rows of a file.
 
     Attributes:
@@ -141,7 +141,7 @@ class Report:
         return [*lines, *(f"not judged: {name}: {reason}" for name, reason in self.not_judged)]
 
 
-def validate_file(path: Path, read: Read) -> Report:
+def validate_file(path: Path, read: Read) -> PlanErrors:
     """The runs of a CSV file and their plans.
 
     Args:
@@ -159,7 +159,7 @@ def validate_file(path: Path, read: Read) -> Report:
             judged.append(_judged(name, row, read))
         except (CriusError, ArithmeticError, LookupError, ValueError) as error:
             failed.append((name, str(getattr(error, "what", error)).splitlines()[0]))
-    return Report(judged, failed)
+    return PlanErrors(judged, failed)
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from crius.metrics.ledger import TimeLedger
 from crius.metrics.record import Record, StepMetrics
 from crius.models.description import ModelDescription
 from crius.run_file import write_run_file
-from crius.tools.plan.compare import PLAN, Comparison, Reports, RunPlan, hardware_of_machine, plan_run, summed
+from crius.tools.plan.compare import PLAN, PlanComparison, Reports, RunPlan, hardware_of_machine, plan_run, summed
 from crius.tools.plan.hardware import Hardware
 from crius.units import GIB
 
@@ -113,9 +113,9 @@ class PlanWatch:
     def close(self) -> None:
         """See ``Sink``."""
 
-    def comparison(self) -> Comparison:
+    def comparison(self) -> PlanComparison:
         """The plan and the measurements so far."""
-        return Comparison(plan=self._plan, measured=self._reports.measured())
+        return PlanComparison(plan=self._plan, measured=self._reports.measured())
 
     def line(self) -> str:
         """See ``crius.metrics.record.PlanSink``."""

@@ -203,7 +203,7 @@ def _samples(run: RunHistory, most: int) -> list[dict[str, Any]]:
 
 
 def _plan(run: RunHistory, summary: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The plan and the measurements, as ``crius.tools.plan.compare.Comparison`` has them."""
+    """The plan and the measurements, as ``crius.tools.plan.compare.PlanComparison`` has them."""
     if run.plan is None:
         return None
     whole = summary.get("plan") if summary else None

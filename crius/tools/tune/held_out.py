@@ -27,7 +27,7 @@ PASSES = {True: 3.2, False: 2.4}
 ANSWER = Settings(max_new_tokens=64, batch_size=QUESTIONS)
 
 
-class Conversation(NamedTuple):
+class HeldConversation(NamedTuple):
     """A conversation as the model reads it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Told:
     losses: list[float]
 
 
-def conversations_of(source: SampleSource) -> list[Conversation]:
+def conversations_of(source: SampleSource) -> list[HeldConversation]:
     """The first held-out conversations with something to predict."""
     file = source.file
     ends = [*file.documents[1:].tolist(), file.meta.num_tokens]
@@ -76,11 +76,11 @@ def conversations_of(source: SampleSource) -> list[Conversation]:
         targets = [bool(one) for one in file.targets[begin:end]]
         targets[0] = False  # the first token is never a label
         if any(targets):
-            found.append(Conversation(ids, targets))
+            found.append(HeldConversation(ids, targets))
     return found[:MOST_SCORED]
 
 
-def tell(model: Source, conversations: Sequence[Conversation]) -> Told:
+def tell(model: Source, conversations: Sequence[HeldConversation]) -> Told:
     """Answer the first questions greedily, and score the answers of all.
 
     Raises:
@@ -93,7 +93,7 @@ def tell(model: Source, conversations: Sequence[Conversation]) -> Told:
 
 
 @torch.no_grad()
-def _loss(model: Source, conversation: Conversation) -> float:
+def _loss(model: Source, conversation: HeldConversation) -> float:
     """Mean nats of the tokens to predict."""
     device = model.model.tok_embeddings.weight.device
     ids = conversation.ids
@@ -110,7 +110,7 @@ def change(before: Sequence[float], after: Sequence[float]) -> tuple[float, floa
 
 
 def compared(
-    tokenizer: Tokenizer, conversations: Sequence[Conversation], before: Mapping[str, Any], after: Told
+    tokenizer: Tokenizer, conversations: Sequence[HeldConversation], before: Mapping[str, Any], after: Told
 ) -> list[str]:
     """Lines that show answers before and after, and whether the right answers became more probable."""
     lines = []

@@ -23,7 +23,7 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.config.facts import Facts
 from crius.config.run import RunConfig
 from crius.data.sample_log import samples_path
-from crius.launch.crew import Attempt
+from crius.launch.crew import CrewAttempt
 from crius.launch.status import PHASES
 from crius.tools.verify import survival
 from crius.tools.verify.equality import Equality
@@ -90,7 +90,7 @@ def pick(values: Sequence[Any], share: float) -> Any:
 
 
 @dataclass(frozen=True)
-class Pace:
+class CalmPace:
     """Times of the undisturbed run.
 
     Attributes:
@@ -104,7 +104,7 @@ class Pace:
     compile: float = 0.0
 
     @classmethod
-    def of(cls, life: Life, steps: int) -> "Pace":
+    def of(cls, life: Life, steps: int) -> "CalmPace":
         """The times in the ledger of a run that reached its end."""
         seconds = life.summary["seconds"]
         start = seconds["initialise"] + seconds.get("load", 0.0)
@@ -131,7 +131,7 @@ class Killer:
         self._draws = draws
         self._starts = starts
         self._folder = folder
-        self.pace = Pace(0.0, 0.0)
+        self.pace = CalmPace(0.0, 0.0)
         self._samples = samples_path(folder, 0)
         self._size = 0
         self._from = 0.0
@@ -197,7 +197,7 @@ class Killer:
         self._timer.daemon = True
         self._timer.start()
 
-    def on_failure(self, attempt: Attempt) -> None:
+    def on_failure(self, attempt: CrewAttempt) -> None:
         """See ``Supervision``."""
         self.close()
 
@@ -269,7 +269,7 @@ def chaos(facts: Facts, folder: Path, options: Chaotic, *, as_json: bool = False
     with contextlib.closing(Killer(draws, starts, folder / KILLED)) as killer:
 
         def second(calm: Life) -> Course:
-            killer.pace = Pace.of(calm, options.steps)
+            killer.pace = CalmPace.of(calm, options.steps)
             return killer.course(first)
 
         conclude = functools.partial(_conclude, killer, options.seed)

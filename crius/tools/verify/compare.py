@@ -13,11 +13,11 @@ from crius.config.layout import Layout
 from crius.config.low_precision import is_enabled
 from crius.config.run import RunConfig, replace_fields
 from crius.tools.verify import matrix, worker
-from crius.tools.verify.matrix import Case
+from crius.tools.verify.matrix import LayoutCase
 from crius.tools.verify.options import Trained
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.run import Table, row_of
-from crius.tools.verify.worker import Task
+from crius.tools.verify.run import LayoutTable, row_of
+from crius.tools.verify.worker import WorkerTask
 from crius.train.inputs import describe_known_model
 
 NEED_COMPILE = ("async_tp", "memory_budget")
@@ -156,7 +156,7 @@ def checked(facts: Facts, layouts: Sequence[Layout], steps: int) -> RunConfig:
 
 def compare_all(
     verb: str,
-    groups: Sequence[Sequence[Case]],
+    groups: Sequence[Sequence[LayoutCase]],
     config: RunConfig,
     folder: Path,
     timeout: int,
@@ -182,7 +182,7 @@ def compare_all(
     """
     cases = [case for group in groups for case in group]
     names = [_name(case.layout, nudge) for group in groups for case, nudge in _runs(group)]
-    table = Table([*tolerances(config)], names, as_json)
+    table = LayoutTable([*tolerances(config)], names, as_json)
     with tempfile.TemporaryDirectory(prefix="crius-verify-") as scratch:
         for group in groups:
             shards = Shards(Path(scratch) / str(group[0].layout), is_whole=verb == "parity")
@@ -192,7 +192,7 @@ def compare_all(
     return table.exit_code(is_asked)
 
 
-def _run_group(group: Sequence[Case], shards: Shards, folder: Path, timeout: int, table: Table) -> None:
+def _run_group(group: Sequence[LayoutCase], shards: Shards, folder: Path, timeout: int, table: LayoutTable) -> None:
     shards.folder.mkdir(parents=True)
     expected: dict[str, Any] | None = None
     own: Mapping[str, float] = {}
@@ -217,7 +217,7 @@ def _run_group(group: Sequence[Case], shards: Shards, folder: Path, timeout: int
             expected = result
 
 
-def _runs(group: Sequence[Case]) -> list[tuple[Case, float]]:
+def _runs(group: Sequence[LayoutCase]) -> list[tuple[LayoutCase, float]]:
     """The runs of a group, each with its nudge: a reference in low precision has two."""
     reference, *others = group
     is_low = reference.config is not None and is_enabled(reference.config.quantize.dense)
@@ -238,7 +238,7 @@ def task_of(
     config: RunConfig,
     *,
     nudge: float = 0.0,
-) -> Task:
+) -> WorkerTask:
     """The task of the ranks of a layout, for ``worker.train``.
 
     Args:
@@ -248,14 +248,16 @@ def task_of(
         shards: parameters of the reference.
         is_reference: whether it is the reference itself.
         config: the run on this layout.
-        nudge: see ``Task``.
+        nudge: see ``WorkerTask``.
     """
     # a row with compile must not run eager; async tensor parallelism may have no effect on a CPU
     strict = "compile" in layout.options and not config.parallelism.enable_async_tensor_parallel
-    return Task(config, folder / _name(layout, nudge), timeout, shards, is_reference, strict, nudge)
+    return WorkerTask(config, folder / _name(layout, nudge), timeout, shards, is_reference, strict, nudge)
 
 
-def judge_nudged(case: Case, expected: dict[str, Any], result: dict[str, Any]) -> tuple[dict[str, float], str, bool]:
+def judge_nudged(
+    case: LayoutCase, expected: dict[str, Any], result: dict[str, Any]
+) -> tuple[dict[str, float], str, bool]:
     """See ``Judge``: how far the reference is from itself. That is a measure, and never wrong."""
     assert case.config is not None
     note = f"its low-precision products changed by {NUDGE:.0e}; {ROOM} times this is allowed too"
@@ -263,7 +265,7 @@ def judge_nudged(case: Case, expected: dict[str, Any], result: dict[str, Any]) -
 
 
 def judge(
-    case: Case, expected: dict[str, Any] | None, result: dict[str, Any], *, own: Mapping[str, float] | None = None
+    case: LayoutCase, expected: dict[str, Any] | None, result: dict[str, Any], *, own: Mapping[str, float] | None = None
 ) -> tuple[dict[str, float], str, bool]:
     """See ``Judge``: compares the result of ``case`` with the reference's; the reference itself has none.
 
@@ -338,7 +340,7 @@ def _number(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _conclude(table: Table, verb: str, kinds: dict[str, dict[str, Tolerance]]) -> None:
+def _conclude(table: LayoutTable, verb: str, kinds: dict[str, dict[str, Tolerance]]) -> None:
     """Print the meaning of the columns, the tolerances of each precision with their reasons, and a summary."""
     run_rows = [row for row in table.rows if row.values and row.status != "reference"]
     columns = next(iter(kinds.values()))

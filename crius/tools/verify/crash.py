@@ -136,7 +136,7 @@ def crash(main: Main, *, writers: str = "", seed: int = 1) -> int:
             raise ConfigError(what, where="--writers", fix=f"--writers {','.join(WRITERS)}")
         began = sum(os.times()[:4])
         with tempfile.TemporaryDirectory() as folder:
-            trial = Trial(Path(folder), name, main, random.Random(seed))
+            trial = CrashTrial(Path(folder), name, main, random.Random(seed))
             problem = trial.problem()
         facts = ", ".join(f"{what} {count}" for what, count in trial.counts.items())
         sys.stdout.write(f"{name}: {facts}, CPU s {sum(os.times()[:4]) - began:.1f}: {problem or 'ok'}\n")
@@ -150,7 +150,7 @@ class _Chosen(Exception):
     """A start of a run has chosen its checkpoint: its path, or an empty text."""
 
 
-class Trial:
+class CrashTrial:
     """The crashes of one writer.
 
     Args:

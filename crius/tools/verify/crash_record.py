@@ -23,7 +23,7 @@ Tree = dict[str, bytes | None]
 """A folder as a user sees it: bytes of each file by its path, and None for each folder."""
 
 
-class Record(NamedTuple):
+class WriteRecord(NamedTuple):
     """A change of a folder, or a sync that makes changes durable.
 
     Attributes:
@@ -55,7 +55,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.records = list[Record]()
+        self.records = list[WriteRecord]()
         self.root = folder.stat().st_ino
         self.held = list[int]()
         self._folder = folder
@@ -90,11 +90,11 @@ class Journal:
                 self._add(f"write {names[number]}", {number: data}, {number}, rank)
         if synced:
             is_list = now.get(synced) is None
-            self.records.append(Record("sync folder" if is_list else "sync file", {}, {synced}, is_list, rank))
+            self.records.append(WriteRecord("sync folder" if is_list else "sync file", {}, {synced}, is_list, rank))
 
     def _add(self, what: str, changes: State, numbers: set[int], rank: int) -> None:
         named = re.search("rank-([0-9]+)", what)
-        self.records.append(Record(what, changes, numbers, rank=int(named[1]) if named else rank))
+        self.records.append(WriteRecord(what, changes, numbers, rank=int(named[1]) if named else rank))
 
 
 def watch(tell: Callable[[tuple[int, int]], object]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from crius.tools.verify.crash_record import Record, State, Tree, tree_of
+from crius.tools.verify.crash_record import State, Tree, WriteRecord, tree_of
 
 _BOUND = re.compile("(make|rename) (step-|logs|data|checkpoints)")
 _COMMIT = re.compile("rename step-[0-9]+")
@@ -29,7 +29,7 @@ class Crash(NamedTuple):
     durable: tuple[str, ...]
 
 
-def crashes(records: Sequence[Record], root: int) -> Iterator[Crash]:
+def crashes(records: Sequence[WriteRecord], root: int) -> Iterator[Crash]:
     """All states to try of a folder that was empty.
 
     Each prefix of the records; for each, the loss of each record between two syncs of folders, and before such a sync
@@ -50,7 +50,7 @@ def crashes(records: Sequence[Record], root: int) -> Iterator[Crash]:
             if _COMMIT.fullmatch(record.what) and _is_durable(before, index)
         )
 
-        def crash(kind: str, what: str, kept: list[Record]) -> Crash:
+        def crash(kind: str, what: str, kept: list[WriteRecord]) -> Crash:
             return Crash(kind, f"record {count}{what}", tree_after(kept, root), durable)  # noqa: B023
 
         yield crash("prefix", f", {last.what}", before)
@@ -69,7 +69,7 @@ def crashes(records: Sequence[Record], root: int) -> Iterator[Crash]:
                 yield crash("swap", f", {last.what} before {record.what}", [*earlier, last])
 
 
-def _is_durable(records: Sequence[Record], index: int) -> bool:
+def _is_durable(records: Sequence[WriteRecord], index: int) -> bool:
     """Whether a crash after ``records`` cannot undo one of them; true of a sync."""
     synced = set[int]()
     for later in records[index:]:
@@ -78,7 +78,7 @@ def _is_durable(records: Sequence[Record], index: int) -> bool:
     return records[index].numbers <= synced
 
 
-def tree_after(records: Sequence[Record], root: int) -> Tree:
+def tree_after(records: Sequence[WriteRecord], root: int) -> Tree:
     """Content of an empty folder, with this number, after changes."""
     state: State = {}
     for record in records:
@@ -86,7 +86,7 @@ def tree_after(records: Sequence[Record], root: int) -> Tree:
     return tree_of(state, root)
 
 
-def in_other_orders(records: Sequence[Record], root: int, drawn: random.Random) -> Iterator[Crash]:
+def in_other_orders(records: Sequence[WriteRecord], root: int, drawn: random.Random) -> Iterator[Crash]:
     """Prefixes of 10 orders of the records of several ranks. Each rank keeps its order, and all keep theirs around a
     commit and around new folders, for which ranks wait.
 
@@ -96,7 +96,7 @@ def in_other_orders(records: Sequence[Record], root: int, drawn: random.Random) 
         drawn: random numbers.
     """
     for _ in range(10):
-        order = list[Record]()
+        order = list[WriteRecord]()
         for _, group in itertools.groupby(records, key=lambda record: bool(_BOUND.match(record.what))):
             waiting = list(group)
             ranks = [record.rank for record in waiting]

@@ -7,11 +7,11 @@ from crius.config.facts import Facts
 from crius.config.layout import Layout
 from crius.config.run import RunConfig
 from crius.tools.verify import matrix, worker
-from crius.tools.verify.matrix import Case
+from crius.tools.verify.matrix import LayoutCase
 from crius.tools.verify.options import OnLayouts
 from crius.tools.verify.parameters import Shards, one_hash
-from crius.tools.verify.run import LayoutRow, Table, row_of
-from crius.tools.verify.worker import Task
+from crius.tools.verify.run import LayoutRow, LayoutTable, row_of
+from crius.tools.verify.worker import WorkerTask
 
 
 def init(facts: Facts, folder: Path, options: OnLayouts, *, as_json: bool = False) -> int:
@@ -35,7 +35,7 @@ def init(facts: Facts, folder: Path, options: OnLayouts, *, as_json: bool = Fals
     wanted = matrix.chosen(options, matrix.EXPERTS_INIT if facts.has_experts else matrix.INIT)
     config = matrix.fixed(facts.config, wanted, 1)
     matrix.case(facts, config, Layout()).check()
-    table = Table(["hash"], [str(layout) for layout in wanted], as_json)
+    table = LayoutTable(["hash"], [str(layout) for layout in wanted], as_json)
     expected: dict[str, str] = {}
     for layout in wanted:
         row, found = _row(matrix.case(facts, config, layout), expected, folder, options.timeout)
@@ -50,11 +50,11 @@ def init(facts: Facts, folder: Path, options: OnLayouts, *, as_json: bool = Fals
     return table.exit_code(bool(options.layouts))
 
 
-def _row(case: Case, expected: dict[str, str], folder: Path, timeout: int) -> tuple[LayoutRow, dict[str, str]]:
+def _row(case: LayoutCase, expected: dict[str, str], folder: Path, timeout: int) -> tuple[LayoutRow, dict[str, str]]:
     """The row of one layout, and its checksums by parameter."""
 
-    def task_of(config: RunConfig) -> Task:
-        return Task(config, folder / str(case.layout), timeout, Shards(folder, is_whole=True))
+    def task_of(config: RunConfig) -> WorkerTask:
+        return WorkerTask(config, folder / str(case.layout), timeout, Shards(folder, is_whole=True))
 
     def judge(result: dict[str, Any]) -> tuple[dict[str, str], str, bool]:
         sums = result["checksums"]

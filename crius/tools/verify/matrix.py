@@ -178,7 +178,7 @@ _MEANINGLESS_ALONE = {
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """One row of a verb.
 
     Attributes:
@@ -266,7 +266,7 @@ def shared_batch(config: RunConfig, layouts: Sequence[Layout]) -> int:
     return -(-LEAST_GLOBAL_BATCH // unit) * unit
 
 
-def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
+def case(facts: Facts, config: RunConfig, layout: Layout) -> LayoutCase:
     """``config`` on ``layout``, or why it is refused.
 
     Args:
@@ -281,7 +281,7 @@ def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
     try:
         resolved = resolve(apply_layout(config, layout), Machine(device="cpu"), rows_are_given=True)
     except ConfigError as error:
-        return Case(layout, None, (error,))
+        return LayoutCase(layout, None, (error,))
     looked_at = dataclasses.replace(
         facts,
         **vars(resolved),
@@ -292,4 +292,4 @@ def case(facts: Facts, config: RunConfig, layout: Layout) -> Case:
         local_ranks=layout.num_ranks,
     )
     problems = tuple(problem for rule in RULES for problem in rule(looked_at))
-    return Case(layout, None if problems else resolved.config, problems)
+    return LayoutCase(layout, None if problems else resolved.config, problems)

@@ -19,11 +19,11 @@ from crius.config.training import FORMATS, QuantizeConfig
 from crius.errors import ConfigError, EnvironmentError
 from crius.plugins import REQUIREMENTS, install_line
 from crius.tools.verify import matrix, worker
-from crius.tools.verify.matrix import Case
+from crius.tools.verify.matrix import LayoutCase
 from crius.tools.verify.options import Formats
 from crius.tools.verify.parameters import Shards
-from crius.tools.verify.run import LayoutRow, Table, row_of
-from crius.tools.verify.worker import Task
+from crius.tools.verify.run import LayoutRow, LayoutTable, row_of
+from crius.tools.verify.worker import WorkerTask
 
 CURVES = "precision.json"
 PICTURE = "precision.png"
@@ -132,7 +132,7 @@ def precision(facts: Facts, folder: Path, options: Formats, *, as_json: bool = F
     cases = {name: _case(facts, config, placed, name) for name in _chosen(options.formats, reference)}
     cases[reference].check(with_data=True)
     judge = Judge(options.steps, options.tolerance)
-    table = Table(judge.columns, list(cases), as_json, label="format")
+    table = LayoutTable(judge.columns, list(cases), as_json, label="format")
     results: dict[str, Mapping[str, Any]] = {}
     for name, case in cases.items():
         table.add(_row(name, case, reference, judge, folder, options.timeout, results))
@@ -174,7 +174,7 @@ def _picture(plot: str, folder: Path) -> Path:
     return picture
 
 
-def _case(facts: Facts, config: RunConfig, layout: Layout, name: str) -> Case:
+def _case(facts: Facts, config: RunConfig, layout: Layout, name: str) -> LayoutCase:
     """The run in one format; a high precision ignores ``[quantize]``."""
     if name in FORMATS:
         off = {"quantize.dense.float8.enable": False, "quantize.dense.mxfp8.enable": False}
@@ -186,7 +186,7 @@ def _case(facts: Facts, config: RunConfig, layout: Layout, name: str) -> Case:
 
 def _row(
     name: str,
-    case: Case,
+    case: LayoutCase,
     reference: str,
     judge: Judge,
     folder: Path,
@@ -196,8 +196,8 @@ def _row(
     """Train one format, add its curve to ``results``, and judge it."""
     is_reference = name == reference
 
-    def task_of(config: RunConfig) -> Task:
-        return Task(config, folder / name, timeout, Shards(folder, is_whole=True))
+    def task_of(config: RunConfig) -> WorkerTask:
+        return WorkerTask(config, folder / name, timeout, Shards(folder, is_whole=True))
 
     def held_against(result: dict[str, Any]) -> tuple[dict[str, str], str, bool]:
         expected = (result if is_reference else results[reference])["loss"]
@@ -219,7 +219,7 @@ def _row(
 
 
 def _conclude(
-    table: Table,
+    table: LayoutTable,
     config: RunConfig,
     reference: str,
     results: Mapping[str, Mapping[str, Any]],

@@ -16,7 +16,7 @@ from crius.checkpoint.folder import damages, read_manifest
 from crius.checkpoint.whereabouts import find_checkpoints
 from crius.data.loader import IGNORE_INDEX
 from crius.errors import CheckpointError, CriusError, EnvironmentError
-from crius.host import free_host_bytes
+from crius.host import free_host_bytes, usable_cores
 from crius.interop.weights import open_weights
 from crius.launch.stop import ask_for_signal
 from crius.tools.generate.source import build_decoder, choose_kernels
@@ -30,7 +30,7 @@ def main() -> None:
     os.nice(19)
     with contextlib.suppress(OSError):  # if memory runs out, this process ends and not the run
         Path("/proc/self/oom_score_adj").write_text("1000")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
+    torch.set_num_threads(max(1, usable_cores() // 4))
     began = time.monotonic()
     asked = parse_json(sys.stdin.read())
     loss = None

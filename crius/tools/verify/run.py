@@ -19,14 +19,14 @@ from crius.launch.local import run_workers
 from crius.launch.report import log_path
 from crius.run_file import open_log
 from crius.signals import STOP_SIGNALS
-from crius.tools.verify.matrix import Case
-from crius.tools.verify.worker import RESULT, Task
+from crius.tools.verify.matrix import LayoutCase
+from crius.tools.verify.worker import RESULT, WorkerTask
 from crius.untrusted import HUGE, parse_json, read_below
 
 STOPPED = tuple(sorted(128 + number for number in STOP_SIGNALS))
 """Exit codes after a signal to this process."""
 
-Work = Callable[[Task, Placement], None]
+Work = Callable[[WorkerTask, Placement], None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Outcome:
     note: str = ""
 
 
-def run(work: Work, task: Task, num_ranks: int) -> Outcome:
+def run(work: Work, task: WorkerTask, num_ranks: int) -> Outcome:
     """Run ``work`` on ``num_ranks`` workers; output of the workers and of the launcher stays in the logs.
 
     Raises:
@@ -93,9 +93,9 @@ Judge = Callable[[dict[str, Any]], tuple[Mapping[str, Any], str, bool]]
 
 def row_of(
     name: str,
-    case: Case,
+    case: LayoutCase,
     work: Work,
-    task_of: Callable[[RunConfig], Task],
+    task_of: Callable[[RunConfig], WorkerTask],
     judge: Judge,
     *,
     is_reference: bool = False,
@@ -132,7 +132,7 @@ def row_of(
     return row, outcome.result
 
 
-class Table:
+class LayoutTable:
     """Rows that are printed as they come, or all together as JSON.
 
     Args:

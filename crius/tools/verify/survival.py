@@ -15,7 +15,7 @@ from typing import Any
 
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
-from crius.launch.crew import Attempt, Supervision
+from crius.launch.crew import CrewAttempt, Supervision
 from crius.launch.environment import FAULTS, Placement
 from crius.launch.local import run_workers
 from crius.launch.lock import run_lock
@@ -61,7 +61,7 @@ class Course:
     threads: int | None = None
     assignment: Callable[[int], tuple[RunConfig, int, str]] | None = None
     on_poll: Callable[[int, Mapping[int, int]], None] = lambda number, pids: None
-    on_failure: Callable[[Attempt], None] = lambda attempt: None
+    on_failure: Callable[[CrewAttempt], None] = lambda attempt: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Life:
 
     folder: Path
     seconds: float
-    failures: tuple[Attempt, ...]
+    failures: tuple[CrewAttempt, ...]
     trouble: str
     processes_left: tuple[int, ...] | None
 
@@ -94,7 +94,7 @@ class Life:
         path = self.folder / "logs" / RECOVERIES
         return [parse_json(line) for line in text_named(path).splitlines()] if path.exists() else []
 
-    def kills(self) -> list[Attempt]:
+    def kills(self) -> list[CrewAttempt]:
         """The attempts that ended by SIGKILL to one of their ranks."""
         return [attempt for attempt in self.failures if "SIGKILL" in attempt.cause]
 
@@ -213,7 +213,7 @@ def live(course: Course) -> Life:
     """
     began = time.monotonic()
     family = Family()
-    failures: list[Attempt] = []
+    failures: list[CrewAttempt] = []
     logs = course.folder / "logs"
     logs.mkdir(parents=True)
     said = io.StringIO()
@@ -250,7 +250,7 @@ def _target(course: Course, began: float, config: RunConfig, faults: str) -> Cal
     return functools.partial(run_rank, config, course.folder, began, faults)
 
 
-def _supervision(course: Course, began: float, family: "Family", failures: list[Attempt]) -> Supervision:
+def _supervision(course: Course, began: float, family: "Family", failures: list[CrewAttempt]) -> Supervision:
     """The supervision of a run that notes its processes in ``family``, and its failures in ``failures``."""
 
     def poll(number: int, pids: Mapping[int, int]) -> None:
@@ -259,7 +259,7 @@ def _supervision(course: Course, began: float, family: "Family", failures: list[
             raise _TooLate
         course.on_poll(number, pids)
 
-    def fail(attempt: Attempt) -> None:
+    def fail(attempt: CrewAttempt) -> None:
         failures.append(attempt)
         course.on_failure(attempt)
 

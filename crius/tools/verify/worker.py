@@ -63,7 +63,7 @@ BIASES = (0.03, -0.06, 0.0)
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """One layout to run.
 
     Attributes:
@@ -85,7 +85,7 @@ class Task:
     nudge: float = 0.0
 
 
-class Recorder:
+class WorkerRecorder:
     """A sink that keeps the records."""
 
     def __init__(self) -> None:
@@ -100,13 +100,13 @@ class Recorder:
         """Do nothing, because nothing is open."""
 
 
-def train(task: Task, placement: Placement) -> None:
+def train(task: WorkerTask, placement: Placement) -> None:
     """Train as one rank of ``task`` from uneven weights; rank 0 writes losses, norms and differences to the result.
 
     Raises:
         CriusError: any error of the training.
     """
-    recorder = Recorder()
+    recorder = WorkerRecorder()
     with _session(task, placement) as (job, stack):
         config = task.config
         facts = job.facts
@@ -140,7 +140,7 @@ def train(task: Task, placement: Placement) -> None:
         _write(task, ranks, result | dataclasses.asdict(difference))
 
 
-def curve(task: Task, placement: Placement) -> None:
+def curve(task: WorkerTask, placement: Placement) -> None:
     """Train as one rank of ``task`` as in ``crius train``; rank 0 writes the loss of each step to the result.
 
     The result also has the numbers of linear layers of the trained model that are and are not in low precision, and the
@@ -149,7 +149,7 @@ def curve(task: Task, placement: Placement) -> None:
     Raises:
         CriusError: any other error of the training.
     """
-    recorder = Recorder()
+    recorder = WorkerRecorder()
     ended = ""
     with _session(task, placement) as (job, stack):
         loop = _loop(task, job, stack, recorder)
@@ -177,7 +177,7 @@ def curve(task: Task, placement: Placement) -> None:
         _write(task, ranks, result)
 
 
-def start(task: Task, placement: Placement) -> None:
+def start(task: WorkerTask, placement: Placement) -> None:
     """Draw the weights as one rank of ``task``; rank 0 writes the checksum of each parameter to the result.
 
     Raises:
@@ -214,7 +214,7 @@ def nudge_products(parts: Sequence[nn.Module], size: float) -> None:
                 module.register_forward_hook(nudge)
 
 
-def _loop(task: Task, job: Job, stack: contextlib.ExitStack, recorder: Recorder) -> Loop:
+def _loop(task: WorkerTask, job: Job, stack: contextlib.ExitStack, recorder: WorkerRecorder) -> Loop:
     corpus = open_run_corpus(job.config, job.mesh.layout.batch)
     machine = machine_of(job.ranks.device, job.ranks.size, job.ranks.size)
     decided = dataclasses.replace(job, config=decide(job.config, job.facts, machine, job.ranks, fit))
@@ -224,7 +224,7 @@ def _loop(task: Task, job: Job, stack: contextlib.ExitStack, recorder: Recorder)
 
 
 @contextlib.contextmanager
-def _session(task: Task, placement: Placement) -> Iterator[tuple[Job, contextlib.ExitStack]]:
+def _session(task: WorkerTask, placement: Placement) -> Iterator[tuple[Job, contextlib.ExitStack]]:
     """The connected ranks of a task; all their output goes to their logs, also rank 0's."""
     if placement.rank == 0:  # until now its output went to the console, which has the table
         assert placement.log_dir is not None
@@ -257,11 +257,11 @@ def _place(config: RunConfig, total: int, place: Callable[[Batch], Batch], batch
     return place(uneven_documents(uneven) if config.model.attention_mask == "document" else uneven)
 
 
-def _writes(task: Task, ranks: World) -> bool:
+def _writes(task: WorkerTask, ranks: World) -> bool:
     return ranks.rank == 0 or not task.shards.is_whole
 
 
-def _write(task: Task, ranks: World, result: dict[str, Any]) -> None:
+def _write(task: WorkerTask, ranks: World, result: dict[str, Any]) -> None:
     if ranks.rank == 0:
         (task.run_dir / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
