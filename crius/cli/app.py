@@ -25,7 +25,7 @@ from crius.config.rules import plain_name
 from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import flatten, settings_of_run
 from crius.errors import ConfigError, EnvironmentError
-from crius.host import Machine, gpu_sharing, missing_for_compile
+from crius.host import Machine, gpu_sharing, missing_for_compile, usable_cores
 from crius.models.huggingface import read_model_settings
 from crius.models.registry import FLAVORS, IMPORTED, SPECS, families, find_spec
 from crius.plugins import install_line
@@ -272,7 +272,7 @@ def facts_of(
         asked_ranks=asked,
         asked_by=placement.launcher if placement else flag,
         num_gpus=num_gpus,
-        num_cores=os.cpu_count() or 1,
+        num_cores=usable_cores(),
         local_ranks=placement.local_world_size if placement else here,
         is_dry=is_dry,
         sharing=gpu_sharing(os.environ),
@@ -285,7 +285,14 @@ def say_inferred(run: RunConfig) -> None:
     names = [name for name, origin in SOURCES.origins.items() if origin == OF_DATA]
     if names:
         told = ", ".join(f"{name} {values[name]}" for name in names)
-        sys.stderr.write(printable(f"auto: {told}: as the data looks; a flag overrules it") + "\n")
+        _note(f"auto: {told}: as the data looks; a flag overrules it")
+
+
+def _note(line: str) -> None:
+    if SOURCES.notes is None:
+        sys.stderr.write(printable(line) + "\n")
+    else:
+        SOURCES.notes.append(line)
 
 
 def _say_decisions(resolved: Resolved, *, on_gpu: bool) -> None:
@@ -297,7 +304,8 @@ def _say_decisions(resolved: Resolved, *, on_gpu: bool) -> None:
         told.append(f"{DETERMINISTIC} is on: {why}")
     if on_gpu and (why := resolved.reasons.get(COMPILE)):
         told.append(f"auto: compile {'on' if resolved.config.compile.enable else 'off'}: {why}")
-    sys.stderr.writelines(f"{line}\n" for line in told)
+    for line in told:
+        _note(line)
 
 
 def _with_flavor(run: RunConfig) -> RunConfig:

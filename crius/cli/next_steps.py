@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import re
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,17 +49,42 @@ def say_next(facts: Facts, folder: Path, placement: Placement | None, code: int)
     present = ", ".join(
         name for name in _LEFT if ((folder / name).is_dir() if name.endswith("/") else (folder / name).is_file())
     )
-    emit(f"run folder: {folder}{present and f' ({present})'}")
+    emit(_wrapped(f"run folder: {folder}{present and f' ({present})'}"))
+    is_terminal = sys.stdout.isatty()
     saved = _saved(run, folder)
     is_refused = has_failed and _is_refused(folder)
     emit("saved: nothing that can be loaded" if is_refused else f"saved: {saved or 'nothing'}")
     if code:
         if saved and not is_refused and not (folder / "tune.json").exists():  # crius tune prints its own command
-            emit(f"continue from there: {continued(run, folder, placement)}")
+            command = continued(run, folder, placement)
+            emit(
+                f"continue from there:\n{_folded(command)}"
+                if sys.stdout.isatty()
+                else f"continue from there: {command}"
+            )
     elif run.model.flavor == "debug" and placement is None:
         rows = list(_next_commands(facts, folder))
         width = max(len(what) for what, _ in rows)
-        emit("\n".join(["try next:", *(f"  {what:<{width}}   {command}" for what, command in rows)]))
+        emit("try next:")
+        for what, command in rows:
+            emit(f"  {what}\n{_folded(command)}" if is_terminal else f"  {what:<{width}}   {command}")
+
+
+def _wrapped(text: str) -> str:
+    """A text in lines of a terminal's width; elsewhere one line."""
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, columns, subsequent_indent="    ") if sys.stdout.isatty() else text
+
+
+def _folded(command: str) -> str:
+    """A command in lines of a terminal's width, which a shell reads as one."""
+    room = shutil.get_terminal_size().columns - 2  # for " \\"
+    lines = ["   "]
+    for word in re.findall(r"(?:'[^']*'|\S)+", command):
+        if len(lines[-1]) + 1 + len(word) > room:
+            lines.append("     ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)
 
 
 def _is_refused(folder: Path) -> bool:

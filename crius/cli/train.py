@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from crius.cli.app import (
     COMMAND,
@@ -41,6 +41,7 @@ from crius.host import Machine
 from crius.launch.environment import FAULTS, Placement
 from crius.launch.lock import RunLock
 from crius.units import GIB
+from crius.waiting import waiting
 
 if TYPE_CHECKING:
     from crius.models.description import ModelDescription
@@ -56,6 +57,7 @@ def train(
     layout: Layout = "",
     nproc: NumProcesses = 0,
     strict: Strict = False,
+    verbose: Annotated[bool, "On a terminal, print the whole start; without it five lines."] = False,
     dry_run: DryRun = False,
     dry_run_rank: DryRunRank = 0,
     dry_run_imbalance: DryRunImbalance = 1.0,
@@ -80,11 +82,15 @@ def train(
             where="command line",
             fix="leave out --nproc",
         )
-    facts, folder = prepared(run, nproc, placement)
+    if sys.stdout.isatty() and not verbose:
+        SOURCES.notes = []
+    with waiting("looking at the run"):
+        facts, folder = prepared(run, nproc, placement)
     run = facts.config
 
     with contextlib.ExitStack() as stack:
-        locks = own(facts, folder, placement, stack)
+        with waiting("reading the data"):
+            locks = own(facts, folder, placement, stack)
         code = _start(run, folder, placement, facts.num_ranks, strict, locks)
     return _end(facts, folder, placement, code)
 
@@ -202,14 +208,16 @@ def _start(
 
     Only workers can be restarted, so a supervised run has workers even if one is enough.
     """
-    from crius.launch.crew import Supervision
-    from crius.launch.environment import single_placement
-    from crius.launch.local import run_single, run_workers
-    from crius.launch.lock import keep_all, kept
-    from crius.launch.stop import ignore_stop_signals
-    from crius.train import job
+    with waiting("importing torch"):
+        from crius.launch.crew import Supervision
+        from crius.launch.environment import single_placement
+        from crius.launch.local import run_single, run_workers
+        from crius.launch.lock import keep_all, kept
+        from crius.launch.stop import ignore_stop_signals
+        from crius.train import job
 
-    target = functools.partial(job.run, run, folder, STARTED, strict=strict, tools=run_tools(run, folder))
+    tools = run_tools(run, folder)
+    target = functools.partial(job.run, run, folder, STARTED, strict=strict, notes=SOURCES.notes, tools=tools)
     if placement is None and (num_ranks > 1 or run.checkpoint.is_supervised):
         # without checkpoints on the way a restart would begin again at step 1, which a person must decide
         launch = run.launch if run.checkpoint.is_supervised else dataclasses.replace(run.launch, max_restarts=0)
@@ -229,7 +237,8 @@ def _end(facts: Facts, folder: Path, placement: Placement | None, code: int) -> 
     from crius.launch.report import leave
 
     if placement is None or placement.rank == 0:
-        write_last_report(facts.config, folder)
+        with waiting("writing the report"):
+            write_last_report(facts.config, folder)
         try:
             say_next(facts, folder, placement, code)
         except (BrokenPipeError, EnvironmentError):  # nobody reads it; the run has ended all the same

@@ -84,6 +84,7 @@ class RunSources:
         origins: dotted field name to a phrase such as ``recipe debug``, for every value that is not a default.
         recipe: name of the recipe that was used; empty if only ``--config`` files were used.
         counted: the settings of ``COUNTED`` that are ``auto``.
+        notes: collects what was decided, for a log; None: it is printed.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class RunSources:
         self.origins: dict[str, str] = {}
         self.recipe = ""
         self.counted: set[str] = set()
+        self.notes: list[str] | None = None
         self._spellings = spellings
         self._read_model = read_model
         self._read_weights = read_weights

@@ -69,7 +69,8 @@ class _LiveLine(ProgressColumn):
     def render(self, task: Task) -> Text:
         """See ``rich.progress.ProgressColumn``."""
         left = "-" if task.time_remaining is None else timedelta(seconds=round(task.time_remaining))
-        fields = (f"step {task.completed:.0f}/{task.total:.0f}", *task.fields["shown"], f"left {left}")
+        clock = () if task.fields["beside"] > 1 else (str(timedelta(seconds=round(task.elapsed or 0))),)
+        fields = (f"step {task.completed:.0f}/{task.total:.0f}", *clock, *task.fields["shown"], f"left {left}")
         return Text(fitted(fields, shutil.get_terminal_size().columns - task.fields["beside"]), no_wrap=True)
 
 

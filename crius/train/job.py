@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from crius.data.rows import BAD_ROWS
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, source_digest
 from crius.data.show import preview
 from crius.errors import LayoutError
-from crius.host import raise_open_files
+from crius.host import raise_open_files, usable_cores
 from crius.kernels import choice as kernels
 from crius.kernels.cpu.heap import keep_freed_memory
 from crius.launch.environment import Placement, hosts_of_ranks, sees_own_gpu
@@ -45,6 +46,7 @@ from crius.train.build import Built, Job, build_gradients, build_model, build_ru
 from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
+from crius.train.headlines import headlines
 from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
 from crius.train.loop import Loop, Preempted, Validation
 from crius.train.pretrained import load_initial
@@ -53,6 +55,7 @@ from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
 from crius.train.setup import (
     COMPILATIONS,
+    HEADLINE,
     MARKED,
     decide,
     most_documents,
@@ -64,6 +67,7 @@ from crius.train.setup import (
 )
 from crius.train.state import AfterUpdate, TrainState
 from crius.train.tools import Tools, explained
+from crius.waiting import waiting
 
 log = logging.getLogger("crius.train")
 
@@ -75,6 +79,7 @@ def run(
     placement: Placement,
     *,
     strict: bool = False,
+    notes: Sequence[str] | None = None,
     tools: Tools = Tools(),  # noqa: B008
 ) -> None:
     """Train ``config`` as one of the ranks of ``placement``.
@@ -83,12 +88,21 @@ def run(
         config: the run, resolved; its rules have been checked.
         started: ``time.monotonic()`` at the start of the command on this machine.
         strict: whether an optimisation that is on and has no effect ends the run.
+        notes: on a terminal five lines stand for the start, and these lines go to the log file only; None: all is
+            printed.
         tools: functions of the command line around the run.
 
     Raises:
         CriusError: an error that the user can correct, see ``crius.errors``.
     """
-    start_logging(placement.rank, run_dir, is_own_file=placement.launcher == "local" and placement.rank > 0)
+    start_logging(
+        placement.rank,
+        run_dir,
+        is_own_file=placement.launcher == "local" and placement.rank > 0,
+        is_brief=notes is not None,
+    )
+    for line in notes or ():
+        log.info("%s", line)
     stop = catch_stop_signals(has_launcher=placement.launcher == "local", scratch=placement.scratch)
     ledger = TimeLedger(started, lambda: COMPILATIONS.seconds)
     recovery = Recovery(placement, ledger)
@@ -100,9 +114,9 @@ def run(
             facts = describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
-            with stop.ending():
+            with stop.ending(), waiting("reading the data"):
                 config, corpus = open_run_data(config, layout.batch, run_dir)  # before the ranks meet, so none waits
-            with stop.ending_soon():
+            with stop.ending_soon(), waiting("waiting for the other ranks"):
                 ranks = stack.enter_context(_meet(config, placement, device))
                 mesh = build_mesh(one_layout(layout, ranks), device.type, has_experts=facts.num_experts > 0)
             job = Job(config, facts, mesh, ranks)  # a run that resumes from this one decides again
@@ -110,10 +124,10 @@ def run(
             story.config = decided = decide(config, facts, machine, ranks, tools.fit)
             _log_batch(dataclasses.replace(job, config=decided))
         checkpoints = _checkpoints(job, run_dir, placement, ledger) if config.checkpoint.is_enabled else None
-        with ledger.phase("initialise"):
+        with ledger.phase("initialise"), waiting("building the model"):
             whole = dataclasses.replace(job, config=decided, is_loaded=bool(checkpoints and checkpoints.found))
             loop = assemble(whole, corpus, run_dir, ledger, stack, strict=strict)
-        with ledger.phase("load"):
+        with ledger.phase("load"), waiting("loading the weights"):
             if checkpoints:
                 parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger, corpus.tokenizer)
                 recovery.resumed(checkpoints.resume(parts), loop.state.step)
@@ -127,6 +141,8 @@ def run(
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
             loop.reports.sinks += [*_sinks(job, run_dir, corpus, stack, loop), *([watch] if watch else [])]
         recovery.ready()
+        for line in headlines(loop, facts, corpus, run_dir):
+            log.info("%s", line, extra={HEADLINE: True})
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
 
@@ -304,7 +320,7 @@ def set_up_torch(config: RunConfig, placement: Placement) -> torch.device:
     if config.training.reproducible:
         threads = 1  # the last bits of sums depend on the number of threads
     elif "OMP_NUM_THREADS" in os.environ or placement.local_world_size > 1:
-        cores = max(1, (os.cpu_count() or 1) // placement.local_world_size)
+        cores = max(1, usable_cores() // placement.local_world_size)
         threads = int(os.environ.get("OMP_NUM_THREADS", cores))
     if threads != torch.get_num_threads():  # setting it, even to the same number, makes attention 1/4 slower
         torch.set_num_threads(threads)

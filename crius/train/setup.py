@@ -51,6 +51,7 @@ from crius.redact import printable, redact
 from crius.run_file import RunFile
 from crius.train.build import Job
 from crius.train.inputs import describe_known_model
+from crius.waiting import LINE
 
 log = logging.getLogger("crius.train")
 
@@ -58,6 +59,9 @@ STARTS = "starts.jsonl"
 
 MARKED = "is_marked"
 """Attribute of a log record with conversations or text that is trained on: marked in files, coloured on a terminal."""
+
+HEADLINE = "is_headline"
+"""Attribute of a log record that stands on a terminal for all lines of the start."""
 
 _MEMORY_EVENTS = 100_000
 """Events of CUDA's allocator that are kept: some steps of a large model, and a file of tens of MB."""
@@ -67,21 +71,42 @@ class _ConsoleHandler(logging.Handler):
     """Prints to the current ``sys.stdout``, so that a progress bar can redirect it.
 
     A closed terminal or a full disk does not end the run: lines that cannot be printed are lost.
+
+    Args:
+        is_brief: whether headlines stand for the start, until which only warnings and marked text are printed.
     """
 
     _has_failed = False
 
+    def __init__(self, is_brief: bool) -> None:
+        super().__init__()
+        self._is_brief = is_brief
+        self._is_start = is_brief
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is printed."""
+        is_headline = getattr(record, HEADLINE, False)
+        if is_headline:
+            self._is_start = False
+            return self._is_brief
+        return not self._is_start or record.levelno >= logging.WARNING or getattr(record, MARKED, False)
+
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line."""
+        LINE.erase()
         try:
             text = self.format(record)
-            if getattr(record, MARKED, False) and takes_colour(sys.stdout):
+            if getattr(record, HEADLINE, False):
+                name, text = text.split(maxsplit=1)
+                text = f"{name:<7} {text}"[: shutil.get_terminal_size().columns]
+                if takes_colour(sys.stdout):
+                    text = f"\x1b[1m{text[:7]}\x1b[0m{text[7:]}"
+            elif getattr(record, MARKED, False) and takes_colour(sys.stdout):
                 text = coloured(text)
             elif sys.stdout.isatty():
                 columns = shutil.get_terminal_size().columns
                 fit = getattr(record, FIT, None)
-                # broken between words; a long path stays whole
-                fold = textwrap.TextWrapper(columns, subsequent_indent="    ", break_long_words=False)
+                fold = textwrap.TextWrapper(columns, subsequent_indent="    ")
                 text = fit(columns) if fit else "\n".join(map(fold.fill, text.splitlines()))
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
@@ -93,6 +118,10 @@ class _ConsoleHandler(logging.Handler):
 
 class _FileHandler(logging.Handler):
     """Adds lines to a log file of the run folder."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is added: headlines repeat others."""
+        return not getattr(record, HEADLINE, False)
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -120,13 +149,14 @@ class _Formatter(logging.Formatter):
         return printable(redact(super().format(record)))
 
 
-def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:
+def start_logging(rank: int, run_dir: Path, is_own_file: bool, is_brief: bool = False) -> None:
     """Route the lines of the ``crius`` loggers.
 
     Args:
         rank: rank 0 logs; other ranks only warn, with their rank and host in front.
         run_dir: run folder; rank 0's lines also go to ``logs/rank-0.log``.
         is_own_file: whether standard output of this rank already is its own log file.
+        is_brief: whether headlines stand for the start on a terminal.
     """
     logger = logging.getLogger("crius")
     for handler in list(logger.handlers):
@@ -135,7 +165,7 @@ def start_logging(rank: int, run_dir: Path, is_own_file: bool) -> None:
     logger.propagate = False
     logger.setLevel(logging.INFO if rank == 0 or is_own_file else logging.WARNING)
     prefix = "" if rank == 0 else f"[rank {rank}, host {socket.gethostname()}] "
-    handlers: list[logging.Handler] = [_ConsoleHandler()]
+    handlers: list[logging.Handler] = [_ConsoleHandler(is_brief and sys.stdout.isatty())]
     if not is_own_file:
         handlers.append(_FileHandler(run_dir / "logs" / f"rank-{rank}.log"))
     for handler in handlers:
