@@ -4,7 +4,7 @@ from typing import Annotated
 
 from crius.cli.app import STARTED, Json, app, need_torch
 from crius.config.arguments import Option
-from crius.tools.generate.settings import Settings, read_prompts
+from crius.tools.generate.settings import Settings, need_template, read_prompts
 
 
 @app.verb
@@ -33,6 +33,8 @@ def generate(
 
     source = located(source)
     weights = open_weights(source)  # a wrong source is refused before torch is imported
+    if settings.chat:
+        need_template(weights.chat_template, weights.origin)
     need_torch()
     if settings.ranks > 1:
         from crius.tools.generate.split import run_split

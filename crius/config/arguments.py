@@ -132,10 +132,11 @@ def split_hint(hint: Any) -> tuple[Any, Option]:
 
 @functools.cache
 def docstrings(section: type) -> Mapping[str, str]:
-    """The docstring below each field of a dataclass."""
+    """The docstring below each field of a dataclass, and of the dataclasses that it extends."""
     (declared,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(declared, ast.ClassDef)
-    texts = {}
+    base = section.__base__
+    texts = dict(docstrings(base)) if base is not None and dataclasses.is_dataclass(base) else {}
     for node, below in itertools.pairwise(declared.body):
         if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             assert isinstance(node.target, ast.Name)

@@ -1,6 +1,6 @@
 """The model that answers: its weights on this process's device, its tokenizer, and the tokens that end an answer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +24,10 @@ from crius.models.layers import Linear
 from crius.named import all_state
 from crius.parallel.allocate import allocate
 from crius.parallel.runtime import pick_device
-from crius.tokens.renderer import render_chat
+from crius.tokens.renderer import render_chats
 from crius.tokens.template import END_OF_TURN, special_tokens
 from crius.tokens.tokenizer import Tokenizer, build_tokenizer
-from crius.tools.generate.settings import Prompt, Settings
+from crius.tools.generate.settings import Message, Prompt, Settings, need_template
 from crius.units import GIB
 
 Split = Callable[[Decoder, ModelDescription], None]
@@ -64,14 +64,22 @@ class Source:
         Raises:
             DataError: the prompt cannot be encoded, or its chat template cannot be rendered.
         """
-        tokenizer = self.tokenizer
         if chat:
-            text = render_chat(self.chat_template, prompt.messages, self.special)
-            return [int(i) for i in tokenizer.encode_marked(text)] or [tokenizer.eos_id]
+            return next(self.encode_chats([prompt.messages]))
+        tokenizer = self.tokenizer
         ids = [int(i) for i in tokenizer.encode(prompt.text)]
         if tokenizer.bos_id is not None and (tokenizer.adds_bos or not ids):
             return [tokenizer.bos_id, *ids]
         return ids or [tokenizer.eos_id]
+
+    def encode_chats(self, chats: Sequence[Sequence[Message]]) -> Iterator[list[int]]:
+        """Ids of each conversation up to the answer of the assistant, at least one.
+
+        Raises:
+            DataError: see ``encode``.
+        """
+        for text in render_chats(self.chat_template, chats, self.special, is_dated=True):
+            yield [int(i) for i in self.tokenizer.encode_marked(text)] or [self.tokenizer.eos_id]
 
     def check_room(self, batch: int, tokens: int) -> None:
         """Check that the keys and values of a batch fit into memory.
@@ -173,6 +181,8 @@ def _words(weights: Weights, tokenizer: Tokenizer) -> tuple[dict[str, str], froz
 
 
 def _check(weights: Weights, facts: ModelDescription, tokenizer: Tokenizer, settings: Settings) -> None:
+    if settings.chat:
+        need_template(weights.chat_template, weights.origin)
     problems = []
     what = ""
     if not weights.tokenizer:
@@ -182,15 +192,6 @@ def _check(weights: Weights, facts: ModelDescription, tokenizer: Tokenizer, sett
     if what:
         fix = "put the tokenizer.json of this model into the folder"
         problems.append(ConfigError(what, where="command line", fix=fix))
-    if settings.chat and not weights.chat_template:
-        problems.append(
-            ConfigError(
-                f"{weights.origin} has no chat template.",
-                where="--chat",
-                why="its tokenizer has none, like that of any model that was not trained on chats",
-                fix="leave out --chat, or put a chat_template.jinja next to its tokenizer.json",
-            )
-        )
     ranks = settings.ranks
     config = facts.config
     for name in ("num_heads", "ffn_dim") if facts.dense[0] else ("num_heads",):  # experts are not split
