@@ -75,7 +75,18 @@ CLOSED = [
 LAZY_ROOMS = (
     *(
         f"cli/{name}.py"
-        for name in ("app", "bench", "checkpoint", "evaluating", "exporting", "generate", "importing", "plan", "report")
+        for name in (
+            "app",
+            "bench",
+            "chat",
+            "checkpoint",
+            "evaluating",
+            "exporting",
+            "generate",
+            "importing",
+            "plan",
+            "report",
+        )
     ),
     *(f"cli/{name}.py" for name in ("settings", "train", "tune", "verify")),
     "models/registry.py",
