@@ -19,6 +19,8 @@ from crius.cli import chat as verb
 from crius.errors import DataError
 from crius.interop.weights import open_weights
 from crius.kernels import choice
+from crius.tokens.render import Template
+from crius.tools.generate import source as source_module
 from crius.tools.generate.chat import Stopped, chatting
 from crius.tools.generate.settings import Settings
 from crius.tools.generate.source import read_source
@@ -30,6 +32,17 @@ MODELS = {
     "earlier_turns_change": {"template": FORGETS},
     "window_and_earlier_turns_change": {"window": 16, "template": FORGETS},
 }
+
+
+@pytest.fixture(autouse=True)
+def rendered_here(monkeypatch):
+    """A process for each turn would take most of the time of these tests; test_chat_page.py starts it."""
+
+    def render_chats(template, chats, tokens, *, is_dated):
+        made = Template({"template": template, "tokens": tokens, "special": [], "date": None})
+        return [made.text(chat, None, prompt=True) for chat in chats]
+
+    monkeypatch.setattr(source_module, "render_chats", render_chats)
 
 
 @pytest.fixture(scope="module")

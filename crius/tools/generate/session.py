@@ -105,6 +105,8 @@ def talk(chat: Chat, settings: Settings) -> int:
     Raises:
         KeyboardInterrupt: a second Ctrl-C came, at the prompt.
     """
+    if sys.stdin is None:  # closed by the shell
+        return 0
     session = Session(chat, settings)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
