@@ -26,6 +26,7 @@ VERBS = {
     "verify": "verify",
     "bench": "bench",
     "checkpoint": "checkpoint",
+    "chat": "chat",
     "generate": "generate",
     "evaluate": "evaluating",
     "import": "importing",

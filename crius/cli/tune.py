@@ -225,4 +225,4 @@ def _end(folder: Path, known: dict[str, Any]) -> None:
         known["left"] = leave(folder)
         write_record(folder, known)
     emit("\n".join(known["left"]))
-    emit(f"talk to it: {started('generate', str(folder), '--chat', '--prompt', 'Hi')}")
+    emit(f"talk to it: {started('chat', str(folder))}")

@@ -30,7 +30,8 @@ class CachedAttention(nn.Module):
 
     Args:
         cache: tokens that were read.
-        like: the attention that this replaces. With a window, the keys and values of as many tokens are kept.
+        like: the attention that this replaces. With a window, the keys and values of as many tokens are kept, unless
+            the cache keeps those of all.
     """
 
     def __init__(self, cache: "Cache", like: CausalAttention) -> None:
@@ -53,21 +54,27 @@ class CachedAttention(nn.Module):
                 why="it does not cover the tokens whose keys and values are kept",
                 fix=_FIX,
             )
-        if self.window:
+        if self.window and not self.cache.keeps_all:
             return self._in_window(q_BTNH, k_BTKH, v_BTKH)
-        if self.kept is None:  # the input has as many heads as this rank holds
-            slots = self.cache.capacity
-            self.kept = (
+        kept = self.kept
+        begin = self.cache.length
+        end = begin + k_BTKH.shape[1]
+        if kept is None or kept[0].shape[1] < self.cache.capacity:
+            slots = self.cache.capacity  # the input has as many heads as this rank holds
+            grown = (
                 k_BTKH.new_empty(k_BTKH.shape[0], slots, *k_BTKH.shape[2:]),
                 v_BTKH.new_empty(v_BTKH.shape[0], slots, *v_BTKH.shape[2:]),
             )
-        keys, values = self.kept
-        begin = self.cache.length
-        end = self.cache.length + k_BTKH.shape[1]
+            for new, old in zip(grown, kept or (), strict=False):
+                new[:, :begin] = old[:, :begin]
+            kept = grown
+            self.kept = grown
+        keys, values = kept
         keys[:, begin:end] = k_BTKH
         values[:, begin:end] = v_BTKH
-        mask = self.cache.mask_of(end)
-        return cached_attention(q_BTNH, keys[:, :end], values[:, :end], mask, self.scale, self.softcap)
+        first = max(0, begin + 1 - self.window) if self.window else 0
+        mask = self.cache.mask_of(end - first, self.window)
+        return cached_attention(q_BTNH, keys[:, first:end], values[:, first:end], mask, self.scale, self.softcap)
 
     def _in_window(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tensor:
         if self.kept is None:
@@ -101,16 +108,27 @@ class Cache:
         capacity: number of slots.
         first_B: slot of each sequence's first token; None: no sequence has padding.
         unit: tokens are read in multiples of this number. Tensor parallelism splits them over its ranks.
+        keeps_all: layers with a window too keep the keys and values of all tokens, so that ``cut`` may be called.
 
     Attributes:
+        capacity: number of slots; more slots are added by ``reserve``.
         length: number of filled slots.
         padding: number of tokens that are read only to fill a unit.
         own_mask: function from a window to the mask of all tokens, for a first and only read of sequences that share
             tokens; None: each row is one sequence.
     """
 
-    def __init__(self, model: Decoder, capacity: int, first_B: Tensor | None = None, unit: int = 1) -> None:
-        self.capacity = -(-capacity // unit) * unit + unit
+    def __init__(
+        self,
+        model: Decoder,
+        capacity: int,
+        first_B: Tensor | None = None,
+        unit: int = 1,
+        *,
+        keeps_all: bool = False,
+    ) -> None:
+        self.keeps_all = keeps_all
+        self.capacity = 0
         self.length = 0
         self.padding = 0
         self.own_mask: Callable[[int], Tensor] | None = None
@@ -119,6 +137,17 @@ class Cache:
         self._model = model
         self._first_B = first_B
         self._unit = unit
+        self.reserve(capacity)
+
+    def reserve(self, capacity: int) -> None:
+        """Have slots for ``capacity`` tokens."""
+        unit = self._unit
+        self.capacity = max(self.capacity, -(-capacity // unit) * unit + unit)
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens after the first ``length``."""
+        assert self.keeps_all
+        self.length = min(self.length, length)
 
     def read(self, tokens_BT: Tensor) -> Tensor:
         """Logits ``(B, V)`` of the token after the last of ``tokens_BT``.
@@ -195,13 +224,15 @@ class Cache:
 
 
 @contextmanager
-def cached(model: Decoder, capacity: int, first_B: Tensor | None = None, unit: int = 1) -> Iterator[Cache]:
+def cached(
+    model: Decoder, capacity: int, first_B: Tensor | None = None, unit: int = 1, *, keeps_all: bool = False
+) -> Iterator[Cache]:
     """Give ``model`` a cache while the context is open; arguments as in ``Cache``.
 
     Raises:
         PlanError: a layer has no ``CausalAttention``, or a subclass of it; or the mask is of a subclass.
     """
-    cache = Cache(model, capacity, first_B, unit)
+    cache = Cache(model, capacity, first_B, unit, keeps_all=keeps_all)
     names = replaceable(model, CausalAttention, _FIX)
     if len(names) != len(model.layers):
         raise PlanError(
@@ -269,11 +300,25 @@ def generate(
     first_B = torch.tensor(padding, device=device) if any(padding) else None
     tokens_BT = tokens_BT.to(device)
     with cached(model, longest + max_new_tokens, first_B, unit) as cache:
-        for _ in range(max_new_tokens):
-            logits_BV = cache.read(tokens_BT)
-            ids_B = pick(logits_BV[:, :num_ids])
-            tokens_BT = ids_B[:, None]
-            yield Step(ids_B, log_probs_of(logits_BV, ids_B))
+        yield from continued(cache, tokens_BT, pick, max_new_tokens=max_new_tokens, num_ids=num_ids)
+
+
+@torch.inference_mode()
+def continued(
+    cache: Cache,
+    tokens_BT: Tensor,
+    pick: Callable[[Tensor], Tensor],
+    *,
+    max_new_tokens: int,
+    num_ids: int | None = None,
+) -> Iterator[Step]:
+    """Read ``tokens_BT`` after the tokens of ``cache``, and continue them; see ``generate``. The last token is not
+    read."""
+    for _ in range(max_new_tokens):
+        logits_BV = cache.read(tokens_BT)
+        ids_B = pick(logits_BV[:, :num_ids])
+        tokens_BT = ids_B[:, None]
+        yield Step(ids_B, log_probs_of(logits_BV, ids_B))
 
 
 def sample(logits_BV: Tensor, uniform_B: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:

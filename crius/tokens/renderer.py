@@ -152,11 +152,6 @@ class Renderer:
         return line
 
 
-def render_chat(template: str, messages: Sequence[Message], tokens: Mapping[str, str]) -> str:
-    """The text of a chat up to the assistant's answer, with today's date: see ``render_chats``."""
-    return render_chats(template, [messages], tokens, is_dated=True)[0]
-
-
 def render_chats(
     template: str, chats: Sequence[Sequence[Message]], tokens: Mapping[str, str], *, is_dated: bool
 ) -> list[str]:
@@ -172,13 +167,13 @@ def render_chats(
         DataError: the template cannot be rendered, or takes too much time or memory, or makes too much text.
         EnvironmentError: jinja2 is missing.
     """
-    with Renderer(template, tokens, is_dated=is_dated, fix="leave out --chat") as renderer:
+    with Renderer(template, tokens, is_dated=is_dated, fix="generate without --chat") as renderer:
         answers = list(renderer.render([{"messages": list(messages), "prompt": True} for messages in chats]))
     if error := next((answer.error for answer in answers if answer.error), ""):
         raise DataError(
             "the chat template cannot be rendered.",
-            where="--chat",
+            where="the tokenizer",
             why=error,
-            fix="correct chat_template.jinja in the folder of the tokenizer, or leave out --chat",
+            fix="correct chat_template.jinja in the folder of the tokenizer, or generate without --chat",
         )
     return [answer.text for answer in answers]

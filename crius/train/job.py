@@ -34,6 +34,7 @@ from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Sink, ValidationMetrics
 from crius.metrics.sinks import build_sinks
 from crius.models import registry
+from crius.models.description import ModelDescription
 from crius.new_folder import collect
 from crius.optim.build import WarmupStableDecay, build_optimizer
 from crius.parallel.compile import prepare_compile
@@ -46,7 +47,6 @@ from crius.train.build import Built, Job, build_gradients, build_model, build_ru
 from crius.train.checkpoints import Checkpoints, Parts
 from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
-from crius.train.headlines import headlines
 from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
 from crius.train.loop import Loop, Preempted, Validation
 from crius.train.pretrained import load_initial
@@ -88,21 +88,14 @@ def run(
         config: the run, resolved; its rules have been checked.
         started: ``time.monotonic()`` at the start of the command on this machine.
         strict: whether an optimisation that is on and has no effect ends the run.
-        notes: on a terminal five lines stand for the start, and these lines go to the log file only; None: all is
-            printed.
+        notes: see ``start_logging``.
         tools: functions of the command line around the run.
 
     Raises:
         CriusError: an error that the user can correct, see ``crius.errors``.
     """
-    start_logging(
-        placement.rank,
-        run_dir,
-        is_own_file=placement.launcher == "local" and placement.rank > 0,
-        is_brief=notes is not None,
-    )
-    for line in notes or ():
-        log.info("%s", line)
+    is_own_file = placement.launcher == "local" and placement.rank > 0
+    start_logging(placement.rank, run_dir, is_own_file, notes)
     stop = catch_stop_signals(has_launcher=placement.launcher == "local", scratch=placement.scratch)
     ledger = TimeLedger(started, lambda: COMPILATIONS.seconds)
     recovery = Recovery(placement, ledger)
@@ -128,22 +121,35 @@ def run(
             whole = dataclasses.replace(job, config=decided, is_loaded=bool(checkpoints and checkpoints.found))
             loop = assemble(whole, corpus, run_dir, ledger, stack, strict=strict)
         with ledger.phase("load"), waiting("loading the weights"):
-            if checkpoints:
-                parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, ledger, corpus.tokenizer)
-                recovery.resumed(checkpoints.resume(parts), loop.state.step)
-                loop.after_step.append(lambda step, done: recovery.step(step))
-                samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
-                loop = dataclasses.replace(_to_the_end(loop, checkpoints), checkpoints=checkpoints, samples=samples)
-            else:
-                load_initial(config, ranks, loop.state)
-            keep_scales(job, loop.state.parts)  # of the loaded weights
+            loop = _loaded(job, loop, checkpoints, corpus, run_dir, recovery, stack)
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
             loop.reports.sinks += [*_sinks(job, run_dir, corpus, stack, loop), *([watch] if watch else [])]
         recovery.ready()
-        for line in headlines(loop, facts, corpus, run_dir):
-            log.info("%s", line, extra={HEADLINE: True})
+        _log_headlines(loop, facts, corpus, run_dir)
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
+
+
+def _loaded(
+    job: Job,
+    loop: Loop,
+    checkpoints: Checkpoints | None,
+    corpus: Corpus,
+    run_dir: Path,
+    recovery: Recovery,
+    stack: contextlib.ExitStack,
+) -> Loop:
+    """``loop`` with the weights that it starts from: of a checkpoint, of another model, or as they were drawn."""
+    if checkpoints is None:
+        load_initial(job.config, job.ranks, loop.state)
+    else:
+        parts = Parts(loop.state, loop.guard, loop.loader, corpus.train.identity, loop.ledger, corpus.tokenizer)
+        recovery.resumed(checkpoints.resume(parts), loop.state.step)
+        loop.after_step.append(lambda step, done: recovery.step(step))
+        samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
+        loop = dataclasses.replace(_to_the_end(loop, checkpoints), checkpoints=checkpoints, samples=samples)
+    keep_scales(job, loop.state.parts)  # of the loaded weights
+    return loop
 
 
 def _meet(config: RunConfig, place: Placement, device: torch.device) -> contextlib.AbstractContextManager[World]:
@@ -413,6 +419,33 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
             listing.write_text(corpus.bad_rows, encoding="utf-8")
         for line in preview(corpus.train, corpus.tokenizer) if config.data.format == "chat" else ():
             log.info("%s", line, extra={MARKED: True})
+
+
+def _log_headlines(loop: Loop, facts: ModelDescription, corpus: Corpus, run_dir: Path) -> None:
+    """What a run is, in five lines, each with its name in front: the start as a terminal shows it."""
+    config = loop.config
+    training = config.training
+    model = config.model
+    origin = f" from {config.checkpoint.init_from}" if config.checkpoint.init_from else ""
+    trained = f", LoRA of rank {config.lora.rank}" if config.lora.is_on else ""
+    lines = [f"model {model.name}/{model.flavor}{origin}, {facts.num_parameters / 1e6:,.1f} M parameters{trained}"]
+    found = corpus.description[0].removeprefix("corpus: ")
+    lines.append(f"data {found.rpartition(' (')[0] or found}")
+    device = loop.world.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    shards = f", {loop.layout}" if loop.layout.num_ranks > 1 else ""
+    compiled = "compiled" if config.compile.enable else "eager"
+    recompute = config.activation_checkpoint.mode
+    dtype = training.mixed_precision_param
+    sequences = loop.loader.global_batch_size
+    tokens = f"{sequences:,} x {training.seq_len:,} tokens = {sequences * training.seq_len:,} a step"
+    lines += [
+        f"layout {loop.layout.num_ranks} x {name}{shards}, {compiled}, {dtype}, recompute {recompute}",
+        f"batch {tokens}, {training.steps:,} steps",
+        f"where {run_dir}: report.html, logs/rank-0.log, checkpoints",
+    ]
+    for line in lines:
+        log.info("%s", line, extra={HEADLINE: True})
 
 
 def _log_batch(job: Job) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -149,14 +149,14 @@ class _Formatter(logging.Formatter):
         return printable(redact(super().format(record)))
 
 
-def start_logging(rank: int, run_dir: Path, is_own_file: bool, is_brief: bool = False) -> None:
+def start_logging(rank: int, run_dir: Path, is_own_file: bool, notes: Sequence[str] | None = None) -> None:
     """Route the lines of the ``crius`` loggers.
 
     Args:
         rank: rank 0 logs; other ranks only warn, with their rank and host in front.
         run_dir: run folder; rank 0's lines also go to ``logs/rank-0.log``.
         is_own_file: whether standard output of this rank already is its own log file.
-        is_brief: whether headlines stand for the start on a terminal.
+        notes: headlines stand for the start on a terminal, and these lines begin the log file; None: all is printed.
     """
     logger = logging.getLogger("crius")
     for handler in list(logger.handlers):
@@ -165,12 +165,14 @@ def start_logging(rank: int, run_dir: Path, is_own_file: bool, is_brief: bool = 
     logger.propagate = False
     logger.setLevel(logging.INFO if rank == 0 or is_own_file else logging.WARNING)
     prefix = "" if rank == 0 else f"[rank {rank}, host {socket.gethostname()}] "
-    handlers: list[logging.Handler] = [_ConsoleHandler(is_brief and sys.stdout.isatty())]
+    handlers: list[logging.Handler] = [_ConsoleHandler(notes is not None and sys.stdout.isatty())]
     if not is_own_file:
         handlers.append(_FileHandler(run_dir / "logs" / f"rank-{rank}.log"))
     for handler in handlers:
         handler.setFormatter(_Formatter(prefix.replace("%", "%%") + "%(message)s"))
         logger.addHandler(handler)
+    for line in notes or ():
+        log.info("%s", line)
 
 
 def run_kernels(config: RunConfig, device: torch.device) -> choice.Choice:

@@ -443,7 +443,7 @@ J8 = [
             r"(?s)question +user What is.*before +.*after +.*data +It is(.*question){2}",
             r"20 held-out conversations: \d\.\d+ nats",
             r"(?P<left>runs/\S+)/merged: \w+",
-            r"(?m)talk to it: (?P<talk>crius generate .*)$",
+            r"(?m)talk to it: (?P<talk>crius chat .*)$",
         ),
         seconds=240,
     ),

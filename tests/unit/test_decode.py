@@ -29,8 +29,8 @@ SAME = {torch.float32: 1e-5, torch.float64: 1e-12}
 LENGTH, UNCUT = 24, {"temperature": 1.0}
 
 
-def built(name, dtype=torch.float32):
-    facts = registry.SPECS[name.partition("_")[0]].describe("debug", **(SIZES | MODELS[name]))
+def built(name, dtype=torch.float32, **sizes):
+    facts = registry.SPECS[name.partition("_")[0]].describe("debug", **(SIZES | MODELS[name] | sizes))
     model = registry.build(facts).to(dtype).requires_grad_(False)
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -74,6 +74,25 @@ def test_a_padded_sequence_has_the_logits_that_it_has_alone(name, dtype, unit):
     for row, logits in enumerate(torch.stack(together, 1)):
         alone = model(torch.cat([rows[row], following[row]])[None])[0, lengths[row] - 1 :]
         assert_same(logits, alone)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@torch.inference_mode()
+def test_tokens_after_a_cut_are_read_as_if_the_others_had_never_come(window):
+    """Slots are added on the way, and a layer with a window has what it needs although the cut is longer than that."""
+    model = built("llama3", torch.float64, words=f'{{"pattern": [{{"window": {window}}}, {{}}]}}')
+    tokens = ids()
+    other = tokens.flip(1)
+    want = model(tokens)
+    with cached(model, 4, keeps_all=True) as cache:
+        cache.reserve(LENGTH)
+        cache.read(torch.cat([tokens[:, :4], other[:, :16]], 1))
+        cache.cut(4)
+        assert_same(cache.read(tokens[:, 4:17]), want[:, 16])
+        cache.reserve(2 * LENGTH)
+        cache.cut(99)
+        for place in range(17, LENGTH):
+            assert_same(cache.read(tokens[:, place : place + 1]), want[:, place])
 
 
 def test_a_model_trains_after_it_generated():

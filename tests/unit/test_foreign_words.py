@@ -183,7 +183,7 @@ REASONS = {
 VERBS = {
     "eval": "evaluate",
     "sample": "generate",
-    "chat": "generate",
+    "webui": "chat",
     "sft": "tune",
     "finetune": "tune",
     "fine_tune": "tune",

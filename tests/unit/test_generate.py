@@ -18,12 +18,16 @@ from crius.errors import ConfigError, DataError, EnvironmentError
 from crius.interop.weights import open_weights
 from crius.kernels import choice
 from crius.tokens import renderer
-from crius.tokens.renderer import render_chat
+from crius.tokens.renderer import render_chats
 from crius.tokens.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from crius.tools.generate.settings import Settings, read_prompts
 from crius.tools.generate.stream import TextStream
 
 HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def render_chat(template, messages, tokens):
+    return render_chats(template, [messages], tokens, is_dated=True)[0]
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ LAYER = {
     },
     **dict.fromkeys(("cache_lock", "host", "hub", "plugins", "run_file", "shards", "signals"), -1),
     # ground of the ground: shards has what it says of parts too, tables are printable, run_file uses new_folder
-    **dict.fromkeys(("named", "new_folder", "redact", "untrusted"), -2),
+    **dict.fromkeys(("named", "new_folder", "redact", "untrusted", "waiting"), -2),
     **dict.fromkeys(("units", "silence", "strict_json", "table"), -1),
     **dict.fromkeys(("parallel", "quantize", "data", "optim", "checkpoint", "metrics"), 2),
     "interop": 3,
@@ -64,7 +64,7 @@ ARROWS = [
     ("tools/tune", "tools.convert"),
     ("tools/tune", "tools.generate"),
 ]
-OF_LAUNCH = ("config", "plugins", "redact", "run_file", "signals", "table", "untrusted")
+OF_LAUNCH = ("config", "host", "plugins", "redact", "run_file", "signals", "table", "untrusted")
 PRIVATE = ("config.load", "config.rules", "config.toml_file")  # sections, run and resolve are for all
 # (importers, what they may not import although it lies below them)
 CLOSED = [
@@ -75,7 +75,18 @@ CLOSED = [
 LAZY_ROOMS = (
     *(
         f"cli/{name}.py"
-        for name in ("app", "bench", "checkpoint", "evaluating", "exporting", "generate", "importing", "plan", "report")
+        for name in (
+            "app",
+            "bench",
+            "chat",
+            "checkpoint",
+            "evaluating",
+            "exporting",
+            "generate",
+            "importing",
+            "plan",
+            "report",
+        )
     ),
     *(f"cli/{name}.py" for name in ("settings", "train", "tune", "verify")),
     "models/registry.py",
@@ -192,15 +203,7 @@ def may_import(importer: str, target: str) -> bool:
         return True
     if any(importer == a and is_below(target, b) for a, b in CLOSED):
         return False
-    if importer == "launch" and package not in (
-        "config",
-        "plugins",
-        "redact",
-        "run_file",
-        "signals",
-        "table",
-        "untrusted",
-    ):
+    if importer == "launch" and package not in OF_LAUNCH:
         return False
     return importer in LAYER and package in LAYER and LAYER[package] < LAYER[importer]
 

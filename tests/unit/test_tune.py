@@ -18,7 +18,7 @@ from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.run import RunConfig, replace_fields
 from crius.data.samples import pack
 from crius.errors import DataError, OutOfMemoryError
-from crius.tokens.renderer import render_chat
+from crius.tokens.renderer import render_chats
 from crius.tokens.template import read_template
 from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.tune.chatml import write_chatml
@@ -177,7 +177,9 @@ def test_a_base_without_a_template_gets_chatml_and_the_tokens_that_it_lacks(name
     new = build_tokenizer(TokenizerConfig(path=str(tmp_path / "new")))
     assert new.vocab_size == 6
     assert json.loads((tmp_path / "new/tokenizer_config.json").read_text())["model_max_length"] == 64
-    text = render_chat(read_template(str(tmp_path / "new")), [{"role": "user", "content": "a"}], {})
+    text = "".join(
+        render_chats(read_template(str(tmp_path / "new")), [[{"role": "user", "content": "a"}]], {}, is_dated=True)
+    )
     assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert list(new.encode_marked("<|im_start|>ab<|im_end|>")) == [4, 0, 1, 5]
 

@@ -40,9 +40,9 @@ def open_source(path: str, settings: Settings) -> Weights:
         problems.append(
             ConfigError(
                 f"{weights.origin} has no chat template.",
-                where="--chat",
+                where="command line",
                 why="its tokenizer has none, like that of any model that was not trained on chats",
-                fix="leave out --chat, or put a chat_template.jinja next to its tokenizer.json",
+                fix="crius generate --prompt TEXT without --chat, or a chat_template.jinja next to its tokenizer.json",
             )
         )
     ranks = settings.ranks

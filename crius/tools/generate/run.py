@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crius.errors import DataError
-from crius.models.decode import generate, sample
+from crius.models.decode import Step, generate, sample
 from crius.redact import printable
 from crius.tools.generate.samples import keep_samples
 from crius.tools.generate.settings import Prompt, Settings
@@ -92,6 +92,26 @@ def answer_ids(
 ) -> list[Answer]:
     """As ``answer``, for prompts that are token ids; ``texts`` are what the answers call them."""
     source.check_room(len(ids), max(map(len, ids)) + settings.max_new_tokens)
+    steps = generate(
+        source.model,
+        ids,
+        picker(settings, range(first, first + len(ids))),
+        max_new_tokens=settings.max_new_tokens,
+        num_ids=source.tokenizer.vocab_size,
+        unit=source.ranks,
+    )
+    return follow(source, steps, ids, texts, settings, on_text)
+
+
+def follow(
+    source: Source,
+    steps: Iterable[Step],
+    ids: Sequence[list[int]],
+    texts: Sequence[str],
+    settings: Settings,
+    on_text: Callable[[int, str], None],
+) -> list[Answer]:
+    """The answers that ``steps`` make, up to the end of the last one; arguments as for ``answer_ids``."""
     answers = [Answer(text) for text in texts]
     streams = [TextStream(source.tokenizer, one, settings.stop) for one in ids]
     began = time.perf_counter()
@@ -102,14 +122,6 @@ def answer_ids(
         answers[row].text = streams[row].text
         answers[row].tokens_per_second = len(answers[row].tokens) / (time.perf_counter() - began)
 
-    steps = generate(
-        source.model,
-        ids,
-        _pick(settings, range(first, first + len(ids))),
-        max_new_tokens=settings.max_new_tokens,
-        num_ids=source.tokenizer.vocab_size,
-        unit=source.ranks,
-    )
     for step in steps:
         for row, (token, log_prob) in enumerate(zip(step.ids_B.tolist(), step.log_probs_B.tolist(), strict=True)):
             if answers[row].finish_reason:
@@ -131,7 +143,7 @@ def answer_ids(
     return answers
 
 
-def _pick(settings: Settings, numbers: range) -> Callable[[Tensor], Tensor]:
+def picker(settings: Settings, numbers: range) -> Callable[[Tensor], Tensor]:
     """A function that takes ids from logits; each prompt, with its number, has random draws of its own."""
     if settings.temperature == 0:
         return lambda logits_BV: logits_BV.argmax(-1)
@@ -168,7 +180,7 @@ def answer_all(source: Source, prompts: Sequence[Prompt], settings: Settings, st
         if as_json:
             answers = answer(source, batch, settings, first=first)
             for one in answers:
-                _write(json.dumps(asdict(one)) + "\n", is_data=True)
+                write(json.dumps(asdict(one)) + "\n", is_data=True)
         else:
             answers = _print_batch(source, batch, settings, first, started, is_alone=len(prompts) == 1)
         if first == 0:
@@ -184,21 +196,21 @@ def _print_batch(
 
     def begin(row: int) -> None:
         head = "" if is_alone else f"[{first + row + 1}] "
-        _write(head if settings.chat else f"{head}{batch[row].text}")
+        write(head if settings.chat else f"{head}{batch[row].text}")
 
     def on_text(row: int, text: str) -> None:
         if is_stream and not times:  # the prompt is valid
             begin(row)
         times.append(time.monotonic() - started)
         if is_stream:
-            _write(text)
+            write(text)
 
     answers = answer(source, batch, settings, first=first, on_text=on_text)
     for row, one in enumerate(answers):
         if not is_stream:
             begin(row)
-            _write(one.text)
-        _write("\n")
+            write(one.text)
+        write("\n")
     reasons = ", ".join(dict.fromkeys(one.finish_reason for one in answers))
     count = sum(len(one.tokens) for one in answers)
     speed = sum(one.tokens_per_second for one in answers)
@@ -207,7 +219,7 @@ def _print_batch(
     return answers
 
 
-def _write(text: str, *, is_data: bool = False) -> None:
+def write(text: str, *, is_data: bool = False) -> None:
     """Print at once; on a terminal, characters that act on it are escaped."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() and not is_data else text)
     sys.stdout.flush()

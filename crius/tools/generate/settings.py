@@ -13,8 +13,8 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How text is generated."""
+class Sampling:
+    """How tokens are chosen, and where they are computed."""
 
     max_new_tokens: int = 100
     """Most tokens of an answer."""
@@ -34,17 +34,30 @@ class Settings:
     seed: int = 0
     """Seed of the random draws. Each prompt has draws of its own, independent of the others in its batch."""
 
-    batch_size: int = 8
-    """Prompts that are continued together."""
-
-    chat: bool = False
-    """Treat a prompt as a user's message: put it into the tokenizer's chat template."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of weights and computation. auto: bfloat16 on a GPU, else float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(Sampling):
+    """How questions of a conversation are answered."""
+
+    max_new_tokens: int = 1024
+    """Most tokens of an answer, which also ends where the model's context ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Sampling):
+    """How text is generated."""
+
+    batch_size: int = 8
+    """Prompts that are continued together."""
+
+    chat: bool = False
+    """Treat a prompt as a user's message: put it into the tokenizer's chat template."""
 
     ranks: Annotated[int, Option(name="parallelism.tensor_parallel_degree")] = 1
     """Processes of this host that share each layer."""
@@ -159,10 +172,11 @@ def _of_json(value: Any) -> Prompt:
     if isinstance(text, str):
         return _prompt(text)
     messages = value.get("messages") if isinstance(value, dict) else None
-    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
+    if not (isinstance(messages, list) and messages and all(is_message(message) for message in messages)):
         raise ValueError("it has neither a prompt nor messages with role and content")
     return Prompt(messages[-1]["content"], tuple(messages), is_conversation=True)
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
+    """Whether a value of JSON is a message: an object with two texts, ``role`` and ``content``."""
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

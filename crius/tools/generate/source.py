@@ -1,6 +1,6 @@
 """The model that answers: its weights on this process's device, its tokenizer, and the tokens that end an answer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,10 +23,10 @@ from crius.models.layers import Linear
 from crius.named import all_state
 from crius.parallel.allocate import allocate
 from crius.parallel.runtime import pick_device
-from crius.tokens.renderer import render_chat
+from crius.tokens.renderer import render_chats
 from crius.tokens.template import END_OF_TURN, special_tokens
 from crius.tokens.tokenizer import Tokenizer
-from crius.tools.generate.settings import Prompt, Settings
+from crius.tools.generate.settings import Message, Prompt, Settings
 from crius.units import GIB
 
 Split = Callable[[Decoder, ModelDescription], None]
@@ -63,14 +63,22 @@ class Source:
         Raises:
             DataError: the prompt cannot be encoded, or its chat template cannot be rendered.
         """
-        tokenizer = self.tokenizer
         if chat:
-            text = render_chat(self.chat_template, prompt.messages, self.special)
-            return [int(i) for i in tokenizer.encode_marked(text)] or [tokenizer.eos_id]
+            return next(self.encode_chats([prompt.messages]))
+        tokenizer = self.tokenizer
         ids = [int(i) for i in tokenizer.encode(prompt.text)]
         if tokenizer.bos_id is not None and (tokenizer.adds_bos or not ids):
             return [tokenizer.bos_id, *ids]
         return ids or [tokenizer.eos_id]
+
+    def encode_chats(self, chats: Sequence[Sequence[Message]]) -> Iterator[list[int]]:
+        """Ids of each conversation up to the answer of the assistant, at least one.
+
+        Raises:
+            DataError: see ``encode``.
+        """
+        for text in render_chats(self.chat_template, chats, self.special, is_dated=True):
+            yield [int(i) for i in self.tokenizer.encode_marked(text)] or [self.tokenizer.eos_id]
 
     def check_room(self, batch: int, tokens: int) -> None:
         """Check that the keys and values of a batch fit into memory.
