@@ -122,11 +122,11 @@ def run(
             loop = assemble(whole, corpus, run_dir, ledger, stack, strict=strict)
         with ledger.phase("load"), waiting("loading the weights"):
             loop = _loaded(job, loop, checkpoints, corpus, run_dir, recovery, stack)
+        _log_headlines(loop, facts, corpus, run_dir)
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
             loop.reports.sinks += [*_sinks(job, run_dir, corpus, stack, loop), *([watch] if watch else [])]
         recovery.ready()
-        _log_headlines(loop, facts, corpus, run_dir)
         _run(tools.prepare(dataclasses.replace(loop, stop=stop)), run_dir, placement, watch)
 
 
@@ -428,7 +428,9 @@ def _log_headlines(loop: Loop, facts: ModelDescription, corpus: Corpus, run_dir:
     model = config.model
     origin = f" from {config.checkpoint.init_from}" if config.checkpoint.init_from else ""
     trained = f", LoRA of rank {config.lora.rank}" if config.lora.is_on else ""
-    lines = [f"model {model.name}/{model.flavor}{origin}, {facts.num_parameters / 1e6:,.1f} M parameters{trained}"]
+    number = facts.num_parameters
+    size = f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
+    lines = [f"model {model.name}/{model.flavor}{origin}, {size} parameters{trained}"]
     found = corpus.description[0].removeprefix("corpus: ")
     lines.append(f"data {found.rpartition(' (')[0] or found}")
     device = loop.world.device
