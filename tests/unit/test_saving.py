@@ -260,12 +260,22 @@ def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is
     assert any("the same curve" in what for what in rows) == is_offered and len(rows) >= 2
 
 
-@pytest.mark.parametrize("chat", ["chat", "documents"])
-def test_a_model_that_chats_is_asked_in_a_chat(chat, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("source", "format", "asks"),
+    [
+        ("jsonl", "chat", "crius chat "),
+        ("text", "documents", "--prompt 'Der alte Mann' "),
+        ("stdlib", "documents", "--prompt 'def ' "),
+    ],
+)
+def test_the_last_command_asks_a_model_in_its_own_words(source, format, asks, monkeypatch, tmp_path):
     monkeypatch.setattr(next_steps, "_workers", lambda facts: (0, []))
     started(monkeypatch, "/usr/bin/crius", "train")
-    rows = dict(next_steps._next_commands(SimpleNamespace(config=run_of("--data.format", chat)), tmp_path))
-    assert ("--chat" in rows["text from it"]) == (chat == "chat")
+    (tmp_path / "own.txt").write_text("Der alte Mann und das Meer")
+    path = ["--data.path", str(tmp_path / "own.txt")] if source == "text" else []
+    config = run_of("--data.source", source, "--data.format", format, *path)
+    [*_, (what, command)] = next_steps._next_commands(SimpleNamespace(config=config), tmp_path)
+    assert asks in command and what == ("talk to it" if format == "chat" else "text from it")
 
 
 def test_the_last_lines_name_what_is_there_and_never_end_a_good_run_as_failed(monkeypatch, tmp_path, capsys):
