@@ -27,7 +27,7 @@ _FLAG_OF_FILE = {
 def stray(word: str, verb: str) -> ConfigError:
     """Error about a word of the command line of ``verb`` that belongs to no flag."""
     name, equals, _ = word.lstrip("+").partition("=")  # + and ++ of Hydra
-    what = f"{word} does not belong to a flag."
+    what = f"{word} is neither a flag nor the value of one."
     fix = "leave it out; a flag with several values is repeated: --flag A --flag B"
     suffix = next((suffix for suffix in _FLAG_OF_FILE if word.endswith(suffix)), "")
     if equals and re.fullmatch(r"[a-z_][\w.-]*", name, re.IGNORECASE):
@@ -84,7 +84,7 @@ def unknown(
         return ConfigError(what, where=where, fix=_replacing(kind, shown, value, instead))
     if why:
         fix = "crius train --help all lists every flag" if kind == "setting" else "leave it out"
-        return ConfigError(f"unknown {kind} {shown}: Crius lacks it.", where=where, why=why, fix=fix)
+        return ConfigError(f"unknown {kind} {shown}: Crius has no such setting.", where=where, why=why, fix=fix)
     if any(name.startswith(f"{ours}.") for name in names):
         fix = f"crius {verb} --help {ours} lists its settings"
         if MAIN.get(ours) in names:

@@ -165,6 +165,8 @@ class Boundary:
 
     def describe(self) -> str:
         """A short description of the rule, for the log."""
+        if self.start_id == self.end_label:
+            return f"each document starts and ends with id {self.eos_id} (EOS)"
         start = f"start with id {self.start_id} ({'BOS' if self.has_bos else 'EOS'})"
         end = "their end is not predicted" if self.end_label == NO_LABEL else f"end with id {self.eos_id} (EOS)"
         return f"documents {start}, {end}"

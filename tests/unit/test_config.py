@@ -154,7 +154,10 @@ def test_the_torchtitan_name_of_a_setting_works_as_a_flag_and_in_toml(shown, tom
     [
         (["--compile.enbale"], "unknown flag --compile.enbale, did you mean --compile.enable?"),
         (["--training.seqlen=3"], "did you mean --training.seq_len?"),
-        (["--activation_checkpoint.early_stop"], "unknown flag --activation_checkpoint.early_stop: Crius lacks it."),
+        (
+            ["--activation_checkpoint.early_stop"],
+            "unknown flag --activation_checkpoint.early_stop: Crius has no such setting.",
+        ),
         (["--optimzer.lr", "1"], "did you mean --optimizer.lr?"),
         (["--parallelism.tensor_parallel_size", "2"], "did you mean --parallelism.tensor_parallel_degree?"),
         (["--quantize.linear.float8.recipe_name", "x"], "did you mean --quantize.dense.float8.recipe?"),
@@ -214,7 +217,7 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
         ("[training]\nsteps = 'many'", "fix    crius config explain training.steps says what it takes"),
         ("[training]\nsteps = 2020-01-01", "is a date or a time"),
         ("[compile]\ncache_dir = '/tmp/x'", "--compile.cache_dir /tmp/x, if you trust that folder"),
-        ("[model]\nnorm_type = 'x'", "unknown key model.norm_type: Crius lacks it."),
+        ("[model]\nnorm_type = 'x'", "unknown key model.norm_type: Crius has no such setting."),
         ("[data]\nsource = 'xls'", "no data source is called xls."),
         ("[metrics]\nlog_freq = 3\nlog_interval = 4", "metrics.log_interval is given twice"),
         ("[training]\nseq-len = 3\nseq_len = 4", "training.seq_len is given twice"),

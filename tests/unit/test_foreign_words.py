@@ -404,7 +404,7 @@ def test_each_flag_of_another_trainer_is_named_with_what_replaces_it():
     assert code == 2
     moved = {old: new for old, new in MOVED.items() if old != "resume"}  # which has no value here
     assert [old for old, new in moved.items() if f"unknown flag --{old}, did you mean --{new}?" not in said] == []
-    assert [old for old in lacking if f"unknown flag --{old}: Crius lacks it." not in said] == []
+    assert [old for old in lacking if f"unknown flag --{old}: Crius has no such setting." not in said] == []
 
 
 @pytest.mark.parametrize("typed", FLAGS)

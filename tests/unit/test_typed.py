@@ -62,10 +62,14 @@ def test_all_mistakes_of_a_command_line_are_found():
     words = ["a", "--top_k", "--zzz", "3", "--seed=4", "--temperature", "b", "c"]
     verb, _ = app.find(["generate"])
     found = [error.what for error in Reader("generate", verb.arguments(), positional=["source"]).read(words)]
-    said = ["--top_k has no value.", "unknown flag --zzz: there is no such setting.", "c does not belong to a flag."]
+    said = [
+        "--top_k has no value.",
+        "unknown flag --zzz: there is no such setting.",
+        "c is neither a flag nor the value of one.",
+    ]
     assert found == said
     twice = Reader("generate", verb.arguments(), positional=["source"]).read(["a", "--source", "b"])
-    assert [error.what for error in twice] == ["a does not belong to a flag."]
+    assert [error.what for error in twice] == ["a is neither a flag nor the value of one."]
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ class ChatEncoder:
                 "trained on only in the assistant's text",
             )
         if "tool_calls" not in self._template and any(message.get("tool_calls") for message in chat.messages):
-            self._warn(chat, "the chat template leaves out tool_calls: the assistant seems to say nothing there")
+            self._warn(chat, "the chat template leaves out tool_calls: such a turn is trained on without them")
         if chat.tools and "tools" not in self._template:
             self._warn(chat, "the chat template leaves out tools")
 
