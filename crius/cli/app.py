@@ -118,7 +118,7 @@ def _read_data(arguments: Arguments) -> Mapping[str, Any]:
     """What the data says about settings."""
     read = ("data.", "model.attention_mask")
     given = {name: argument.texts for name, argument in arguments.items() if argument.texts and name.startswith(read)}
-    if not ("data.path" in given or "data.format" in given):
+    if given.keys().isdisjoint(("data.path", "data.format", "data.mix")):
         return {}
     from crius.data.infer import infer
 

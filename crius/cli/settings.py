@@ -167,6 +167,7 @@ def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
     Raises:
         ConfigError: lists all settings that exclude each other or have no effect.
     """
+    refuse_given(("data.mix", "data.stage", "data.alpha"), "a mixture is read by runs; here its sources go one by one")
     run = RunConfig(data=data, tokenizer=tokenizer)
     values = flatten(run)
     defaults = flatten(RunConfig())

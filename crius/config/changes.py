@@ -37,6 +37,9 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     ("data.prefetch", "free"),
     ("data.add_bos", "refuse"),  # other inputs for the same text
     ("data.add_eos", "refuse"),  # other labels
+    ("data.mix", "refuse"),  # other shares
+    ("data.stage", "refuse"),
+    ("data.alpha", "refuse"),
     ("data.*", "warn"),  # the fingerprint of the data says whether it is another
     ("validation.*", "warn"),
     ("debug.*", "warn"),

@@ -73,6 +73,19 @@ class DataConfig:
     also .gz and .zst), or .parquet files in it and in its subfolders. huggingface: the dataset's name or folder.
     tokens: the folder. stdlib takes no path."""
 
+    mix: tuple[str, ...] = ()
+    """Several sources in exact shares, in place of path: tables [[data.mix]] of a TOML file, with name, source, path,
+    format, field, columns, on_end (repeat, stop or share) and one of weight, tokens and epochs. A weight is a share of
+    the sequences, or a whole number of a ratio. On a command line a table is a JSON object: docs/mixtures.md."""
+
+    stage: tuple[str, ...] = ()
+    """Other weights of data.mix from a step on: tables [[data.stage]] with from, the first step, and weights by name of
+    the sources that are read then. The stage from 1 replaces the weights of the entries."""
+
+    alpha: float | None = None
+    """Weights of data.mix from the sizes of its sources: in proportion to size to this power. 1: by size; 0: equal
+    shares; between them small sources are read more often than large ones. Left out: the entries have weights."""
+
     text_field: str = "text"
     """jsonl, csv, parquet, huggingface: the key or column that holds the document. Dots lead into objects."""
 

@@ -1,16 +1,34 @@
 """Rules about the corpus: which settings belong to which source and format, and how often the corpus is read."""
 
+import functools
 import shlex
 
 from crius.config.data import MEANINGS, SOURCES
-from crius.config.facts import Facts, Violations
+from crius.config.facts import Facts, Rule, Violations
+from crius.config.rules_mixture import (
+    entries_are_right,
+    mixture_settings_have_effect,
+    mixture_stages_are_right,
+)
 
 CHAT_SOURCES = ("jsonl", "csv", "parquet", "tokens")
 """Sources whose rows can be conversations; a folder of tokens was written from such files."""
 
+
+def _of_one_corpus(rule: Rule) -> Rule:
+    """``rule``, for runs without a mixture."""
+
+    @functools.wraps(rule)
+    def checked(facts: Facts) -> Violations:
+        return iter(()) if facts.config.data.mix else rule(facts)
+
+    return checked
+
+
 _OF_CHAT = ("data.columns", "data.train_on", "data.train_on_end_of_turn")
 
 
+@_of_one_corpus
 def data_path_given(facts: Facts) -> Violations:
     """Sources that read files have a path; the standard library needs none."""
     data = facts.config.data
@@ -56,6 +74,7 @@ def validation_sets_have_names(facts: Facts) -> Violations:
             )
 
 
+@_of_one_corpus
 def data_flags_have_effect(facts: Facts) -> Violations:
     """A setting of one kind of source is not given on the command line for another source."""
     source = facts.config.data.source
@@ -126,6 +145,7 @@ def chat_reads_conversations(facts: Facts) -> Violations:
             )
 
 
+@_of_one_corpus
 def chat_flags_have_effect(facts: Facts) -> Violations:
     """A setting of one format is not given on the command line for the other format."""
     if facts.config.data.format == "chat":
@@ -175,6 +195,7 @@ def packed_samples_keep_apart(facts: Facts) -> Violations:
         )
 
 
+@_of_one_corpus
 def sample_flags_have_effect(facts: Facts) -> Violations:
     """Packing and too_long are for conversations only, and not for a folder of tokens, which already has its masks."""
     data = facts.config.data
@@ -188,6 +209,11 @@ def sample_flags_have_effect(facts: Facts) -> Violations:
     elif data.source == "tokens":
         why = "crius data prepare has applied them to the folder"
         yield from facts.no_effect(_OF_CHAT, " with data.source tokens", "leave it out", why)
+
+
+def mixture_entries_are_right(facts: Facts) -> Violations:
+    """Each entry of data.mix has a name, data and a share of its own, and none of them is there twice."""
+    yield from entries_are_right(facts, (chat_reads_conversations, packed_samples_keep_apart))
 
 
 CORPUS_RULES = (
@@ -205,4 +231,7 @@ DATA_RULES = (
     length_is_said_once,
     packed_samples_keep_apart,
     sample_flags_have_effect,
+    mixture_entries_are_right,
+    mixture_stages_are_right,
+    mixture_settings_have_effect,
 )

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from queue import SimpleQueue
 from threading import Semaphore, Thread
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from crius.data.mixed import MixedSource
+from crius.data.mixture import Place
 from crius.data.source import HeldOut, Rows, TokenSource, padding_rows
 from crius.errors import ConfigError, DataError
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
@@ -108,6 +110,8 @@ class LoaderState(TypedDict):
 
     ``since`` explains ``next_sample``: step and sample from which on each step took the same number of samples, this
     number, and the sample where they end (0: nowhere).
+
+    ``mixture`` is that of ``MixedSource.state``; other sources lack it.
     """
 
     step: int
@@ -115,11 +119,25 @@ class LoaderState(TypedDict):
     source: str
     cursors: dict[str, list[int]]
     since: list[int]
+    mixture: NotRequired[dict[str, list[int]]]
+
+
+class Mixed(NamedTuple):
+    """What a batch of a mixture consists of.
+
+    Attributes:
+        sources: number of the source of each sample of this rank, by sample id; padding has none.
+        place: the place in the mixture after the batch.
+    """
+
+    sources: dict[int, int]
+    place: Place
 
 
 class _Prepared(NamedTuple):
     batch: Batch
     cursors: dict[int, list[int]]
+    mixed: Mixed | None
 
 
 class BatchLoader:
@@ -137,6 +155,7 @@ class BatchLoader:
 
     Attributes:
         step: number of steps whose batch was handed out.
+        mixed: what the last of them consists of; None without a mixture, or before the first.
 
     Raises:
         ConfigError: the number of ranks does not divide the batch or the shards.
@@ -173,6 +192,7 @@ class BatchLoader:
         self._is_placed = False  # by the cursors of a state; those of this rank alone may all be at their start
         self._prefetcher: _Prefetcher | None = None
         self._closed = False
+        self.mixed: Mixed | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -192,6 +212,7 @@ class BatchLoader:
         self.step += 1
         self._next_sample = self._ended(self._next_sample + self.global_batch_size)
         self._cursors = prepared.cursors
+        self.mixed = prepared.mixed
         return prepared.batch
 
     @property
@@ -215,13 +236,17 @@ class BatchLoader:
     def state_dict(self) -> LoaderState:
         """State after the last batch that was handed out."""
         cursors = {str(shard): list(cursor) for shard, cursor in self._cursors.items()}
-        return LoaderState(
+        state = LoaderState(
             step=self.step,
             next_sample=self._next_sample,
             source=self.source.identity,
             cursors=cursors,
             since=self._since,
         )
+        if isinstance(self.source, MixedSource):
+            place = self.mixed.place if self.mixed else self.source.place(self._next_sample)
+            state["mixture"] = self.source.state(place)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last batch of ``state``, the merged states of a run on any number of ranks.
@@ -253,11 +278,15 @@ class BatchLoader:
             self._since = state["since"]
         self._is_placed = any(map(any, saved.values()))
         self.source.restore({shard: saved[shard] for shard in self._shards})
+        self.mixed = None
+        if isinstance(self.source, MixedSource):
+            self.source.resume(state.get("mixture", {}), self._next_sample, self._since)
         self._cursors = self.source.cursors(self._shards)
 
     def start_at(self, step: int) -> None:
         """Continue after ``step`` steps of the current batch size, if there is no state. Not for a stream."""
         self._stop(timeout=None)
+        self.mixed = None
         self._begin_at(step, self._ended(step * self.global_batch_size))
 
     def _start(self) -> "_Prefetcher":
@@ -280,7 +309,12 @@ class BatchLoader:
                 absent = [~number for number in mine[len(there) :]]
                 batch = _padded(self.source, there, absent, self._most_documents)
             next_sample += self.global_batch_size
-            return _Prepared(batch.pin_memory() if self._pin_memory else batch, self.source.cursors(self._shards))
+            mixed = None
+            if isinstance(self.source, MixedSource):
+                chosen = dict(zip(there, self.source.found(there)[0].tolist(), strict=True))
+                mixed = Mixed(chosen, self.source.place(self._ended(next_sample)))
+            pinned = batch.pin_memory() if self._pin_memory else batch
+            return _Prepared(pinned, self.source.cursors(self._shards), mixed)
 
         return _Prefetcher(prepare, self._prefetch)
 

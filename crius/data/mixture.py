@@ -12,37 +12,14 @@ place in it is at most A choices away.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from crius.data.source import Int64Array
 from crius.errors import DataError
-
-DENOMINATOR = 10**6
-"""Shares are exact where integers up to this sum give them; else they are rounded to a millionth."""
-
-OnEnd = Literal["repeat", "stop", "share"]
-
-
-def integer_weights(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """Integers in the ratio of ``shares``, without a common divisor. If their sum is above ``DENOMINATOR``, they are
-    rounded to that sum by largest remainder; a positive share gets at least 1.
-    """
-    common = math.lcm(*(share.denominator for share in shares))
-    exact = [int(share * common) for share in shares]
-    total = sum(exact)
-    if total // math.gcd(*exact) > DENOMINATOR:
-        floors = [max(number * DENOMINATOR // total, int(number > 0)) for number in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda one: (-(exact[one] * DENOMINATOR % total), one))
-        missing = max(0, DENOMINATOR - sum(floors))
-        exact = [floor + int(place in by_remainder[:missing]) for place, floor in enumerate(floors)]
-    divisor = math.gcd(*exact)
-    return tuple(number // divisor for number in exact)
 
 
 class Schedule:
@@ -101,8 +78,7 @@ class Schedule:
         return chosen
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """A mixture, as known before a run.
 
     Attributes:
@@ -156,22 +132,23 @@ class Walk:
 
     Args:
         plan: the plan.
-        start: where to begin; nothing before is reached. None: sample 0.
+        start: where to begin; nothing before is reached. None: at ``sample``, in a new span.
+        sample: first sample.
+        totals: sequences that each source gave before it; empty: none.
 
     Attributes:
         place: where the walk is.
     """
 
-    def __init__(self, plan: Plan, start: Place | None = None) -> None:
+    def __init__(self, plan: Plan, start: Place | None = None, *, sample: int = 0, totals: Sequence[int] = ()) -> None:
         self.plan = plan
-        nothing = (0,) * len(plan.names)
-        self.place = start or self.opened(0, nothing)
+        self.place = start or self._opened(sample, tuple(totals) or (0,) * len(plan.names))
         self._spans = [self.place.span]
         self._least = self.place.sample
         self._limits = np.array(plan.limits)
         self._schedule: Schedule | None = None
 
-    def opened(self, sample: int, totals: tuple[int, ...]) -> Place:
+    def _opened(self, sample: int, totals: tuple[int, ...]) -> Place:
         """The place at the start of a new span."""
         plan = self.plan
         has_ended = [limit > 0 and total >= limit for total, limit in zip(totals, plan.limits, strict=True)]
@@ -213,7 +190,7 @@ class Walk:
         given = np.bincount(chosen[:count], minlength=len(counts))
         self.place = Place(span, tuple((given + counts).tolist()))
         if used_up.size or self.place.sample == next_stage:
-            self.place = self.opened(self.place.sample, self.place.totals)
+            self.place = self._opened(self.place.sample, self.place.totals)
             self._schedule = None
             if self.place.sample > self._spans[-1].first:
                 self._spans.append(self.place.span)
@@ -266,7 +243,7 @@ class Walk:
         """The end of each span before ``sample``, and the place at ``sample`` or at the end of the data before it."""
         self.seek(sample)
         ended = [
-            Place(span, tuple(after - before for after, before in zip(later.before, span.before, strict=True)))
+            Place(span, tuple(after - before for before, after in zip(span.before, later.before, strict=True)))
             for span, later in pairwise(self._spans)
             if later.first <= self.place.span.first
         ]

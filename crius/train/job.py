@@ -210,7 +210,7 @@ def assemble(
         rank=mesh.batch_rank,
         num_ranks=mesh.layout.batch,
         prefetch=config.data.prefetch,
-        end_sample=end_sample(config, corpus),
+        end_sample=end_sample(config, corpus, job.sizes.total),
         pin_memory=ranks.device.type == "cuda",
         most_documents=most_documents(config),
     )
@@ -256,7 +256,7 @@ def _to_the_end(loop: Loop, checkpoints: Checkpoints) -> Loop:
     steps = loop.state.step + loop.loader.steps_left
     if loop.loader.end_sample and steps != loop.config.training.steps:
         batch = loop.loader.global_batch_size
-        log.info("the epochs end after step %d, with %d sequences per step from here", steps, batch)
+        log.info("the data ends after step %d, with %d sequences per step from here", steps, batch)
         loop.state.schedule = WarmupStableDecay(loop.config.lr_scheduler, max(1, steps))
         loop = dataclasses.replace(loop, config=replace_fields(loop.config, {"training.steps": steps}))
     checkpoints.take_steps(loop.config)

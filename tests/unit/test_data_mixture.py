@@ -6,7 +6,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from crius.data.mixture import DENOMINATOR, Plan, Schedule, Walk, integer_weights
+from crius.config.mixture import DENOMINATOR, integers
+from crius.data.mixture import Plan, Schedule, Walk
 from crius.errors import DataError
 
 
@@ -59,8 +60,8 @@ def test_counts_that_no_schedule_reaches_are_refused():
 
 
 def test_shares_become_integers_without_loss_or_rounded_to_a_millionth():
-    assert integer_weights([Fraction("0.5"), Fraction("0.3"), Fraction("0.2")]) == (5, 3, 2)
-    rounded = integer_weights([Fraction(1), Fraction(10**9), Fraction(10**9 + 1)])
+    assert integers([Fraction("0.5"), Fraction("0.3"), Fraction("0.2")]) == (5, 3, 2)
+    rounded = integers([Fraction(1), Fraction(10**9), Fraction(10**9 + 1)])
     assert DENOMINATOR <= sum(rounded) <= DENOMINATOR + 1
     assert min(rounded) == 1
 

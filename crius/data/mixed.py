@@ -1,0 +1,296 @@
+"""Several sources as one: ``MixedSource`` reads each sample from the source that the schedule of the mixture chose."""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from crius.config.data import DataConfig
+from crius.config.mixture import MixEntry, exact, integers, read_stage
+from crius.data.mixture import Place, Plan, Schedule, Span, Walk
+from crius.data.samples import SampleSource
+from crius.data.source import Cursor, Int64Array, Rows, storable_identity
+from crius.data.tokens import IndexedSource
+from crius.errors import DataError
+
+_log = logging.getLogger("crius.data")
+
+BLOCK = 1024
+"""Samples that are chosen at a time."""
+
+MOST_EPOCHS = 4
+"""Epochs up to which repeated data is worth nearly as much as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
+
+_KEPT = 4  # blocks
+_MOST_SHOWN = 20  # sources
+
+Stages = tuple[tuple[int, tuple[int, ...]], ...]
+"""First step, from 1, and integer weights of each stage, ascending; the first stage begins at step 1."""
+
+
+class _Block(NamedTuple):
+    place: Place
+    sources: npt.NDArray[np.int32]
+    numbers: Int64Array
+
+
+class MixedSource:
+    """A mixture of indexed sources. A sequence is of one source, and each source is read in an order of its own, which
+    does not depend on the others.
+
+    Args:
+        sources: sources by name.
+        limits: sequences after which each ends; 0: it repeats without end.
+        stops: whether its end is the end of the run.
+        stages: weights by step.
+        batch: sequences per step, over all ranks, which give the steps of the stages their samples.
+
+    Attributes:
+        sources: as given.
+        stages: as given.
+        plan: the mixture in samples.
+    """
+
+    num_shards = 0
+    num_samples = 0
+    """Each source has epochs of its own."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, IndexedSource | SampleSource],
+        *,
+        limits: Sequence[int],
+        stops: Sequence[bool],
+        stages: Stages,
+        batch: int,
+    ) -> None:
+        self.sources = dict(sources)
+        self.stages = stages
+        self._readers = list(sources.values())
+        self.seq_len = self._readers[0].seq_len
+        self.plan = Plan(
+            names=tuple(sources),
+            sizes=tuple(source.num_samples for source in self._readers),
+            limits=tuple(limits),
+            stops=tuple(stops),
+            stages=_in_samples(stages, [0, 0, batch]),
+        )
+        self._begin(Walk(self.plan))
+        self._lock = Lock()
+
+    @property
+    def identity(self) -> str:
+        """Identifies sources, weights, stages and ends. A stage begins at a step: the batch does not count."""
+        names = [[name, source.identity] for name, source in self.sources.items()]
+        content = json.dumps([names, self.plan.limits, self.plan.stops, self.stages])
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        return storable_identity(f"mixture sha256 {digest} of {', '.join(self.plan.names)}")
+
+    def read(self, sample_ids: Sequence[int]) -> Rows:
+        """Read these samples, in any order; fastest ascending.
+
+        Raises:
+            DataError: the data is damaged, or has ended.
+        """
+        sources, numbers = self.found(sample_ids)
+        first = int(sources[0]) if len(sources) else 0
+        if (sources == first).all():
+            return self._readers[first].read(numbers.tolist())
+        shape = (len(sources), self.seq_len)
+        rows = Rows(*(np.empty(shape, dtype=np.int64) for _ in Rows._fields))
+        for source in np.unique(sources).tolist():
+            places = np.flatnonzero(sources == source)
+            for whole, part in zip(rows, self._readers[source].read(numbers[places].tolist()), strict=True):
+                whole[places] = part
+        return rows
+
+    def found(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
+        """The source of each sample, and its number in that source, ``(batch,)`` each."""
+        sources = np.empty(len(sample_ids), dtype=np.int64)
+        numbers = np.empty(len(sample_ids), dtype=np.int64)
+        block = None
+        with self._lock:
+            for row, sample in enumerate(sample_ids):
+                if block is None or not 0 <= sample - block.place.sample < len(block.sources):
+                    block = self._block_of(sample)
+                index = sample - block.place.sample
+                sources[row] = block.sources[index]
+                numbers[row] = block.numbers[index]
+        return sources, numbers
+
+    def place(self, sample: int) -> Place:
+        """The place before ``sample``, or the end of the data if that is before it."""
+        with self._lock:
+            if not any(self._walk.place.span.weights) and sample >= self._walk.place.sample:
+                return self._walk.place
+            if sample == self._walk.place.sample:
+                return self._walk.place
+            block = self._block_of(sample)
+        given = np.bincount(block.sources[: sample - block.place.sample], minlength=len(self._readers))
+        return Place(block.place.span, tuple((given + block.place.counts).tolist()))
+
+    def end_before(self, sample: int) -> int:
+        """The sample at which the data ends, if that is before ``sample``; else 0."""
+        if not any(self.plan.limits):
+            return 0
+        end = Walk(self.plan).spans_to(sample)[-1]
+        return 0 if any(end.span.weights) else end.sample
+
+    def expected(self, end: int) -> list[str]:
+        """Lines about the samples before ``end``: epochs of each source, a warning above ``MOST_EPOCHS``, and the end
+        if a source brings it."""
+        places = self.spans_to(end)
+        epochs = {
+            name: total / size
+            for name, total, size in zip(self.plan.names, places[-1].totals, self.plan.sizes, strict=True)
+        }
+        shown = list(epochs.items())[:_MOST_SHOWN]
+        lines = ["mixture: epochs of each source at the end: " + ", ".join(f"{name} {of:.2f}" for name, of in shown)]
+        often = [f"{name} {of:.1f} times" for name, of in shown if of > MOST_EPOCHS]
+        if often:
+            lines.append(f"warning: the run reads {', '.join(often)}; repeats teach little beyond {MOST_EPOCHS} epochs")
+        if not any(places[-1].span.weights):
+            lines.append(f"mixture: the data ends after {end:,} sequences, and so does the run")
+        return lines
+
+    def spans_to(self, end: int) -> list[Place]:
+        """The end of each span before sample ``end``. If no source ends, counts are rounded down, at once."""
+        if any(self.plan.limits):
+            return Walk(self.plan).spans_to(end)
+        places: list[Place] = []
+        before = (0,) * len(self.plan.names)
+        firsts = [first for first, _ in self.plan.stages if first < end]
+        for (first, weights), last in zip(self.plan.stages, [*firsts[1:], end], strict=False):
+            counts = tuple(weight * (last - first) // sum(weights) for weight in weights)
+            places.append(Place(Span(first, weights, before), counts))
+            before = places[-1].totals
+        return places
+
+    def shares(self) -> str:
+        """The shares at the start, and the steps at which they change, in words."""
+        first, *later = [
+            ", ".join(
+                f"{name} {weight / sum(weights):.4g}"
+                for name, weight in zip(self.plan.names, weights, strict=True)
+                if weight
+            )
+            for _, weights in self.stages
+        ]
+        steps = [step for step, _ in self.stages[1:]]
+        return "".join([first, *(f"; from step {step} {text}" for step, text in zip(steps, later, strict=True))])
+
+    def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
+        """Empty: see ``state``."""
+        return {}
+
+    def restore(self, cursors: Mapping[int, Cursor]) -> None:
+        """Does nothing: see ``resume``."""
+
+    def state(self, place: Place) -> dict[str, list[int]]:
+        """What a checkpoint keeps: by name, sequences before the span, sequences in it, and weight."""
+        columns = (place.span.before, place.counts, place.span.weights)
+        return {name: list(row) for name, *row in zip(self.plan.names, *columns, strict=True)}
+
+    def resume(self, saved: Mapping[str, Sequence[int]], sample: int, since: Sequence[int]) -> None:
+        """Continue at ``sample`` with what ``state`` returned.
+
+        If weights have changed, the shares are counted from here on, and each source continues where it was.
+
+        Args:
+            saved: result of ``state``; empty: another kind of data came before.
+            sample: next sample.
+            since: step, sample and batch size from which on all batches have that size.
+
+        Raises:
+            DataError: ``saved`` contradicts itself.
+        """
+        self.plan = self.plan._replace(stages=_in_samples(self.stages, since))
+        rows = [list(saved.get(name, (0, 0, 0))) for name in self.plan.names]
+        before, counts, weights = (tuple(column) for column in zip(*rows, strict=True))
+        opened = Walk(self.plan, sample=sample, totals=tuple(map(sum, zip(before, counts, strict=True)))).place
+        if weights == opened.span.weights and saved.keys() == self.sources.keys():
+            opened = Place(opened.span._replace(first=sample - sum(counts), before=before), counts)
+            try:
+                Schedule(weights, counts)
+            except ValueError as error:
+                raise DataError(
+                    f"the checkpoint has sequences of a mixture that no run reaches: {error}.",
+                    where="data.mixture of its state",
+                    fix="resume from another step: --checkpoint.load_step N",
+                ) from None
+        else:
+            _log.warning(
+                "mixture: other weights from sample %d on, in integers %s; shares are counted from here, and each "
+                "source continues where it was",
+                sample,
+                " ".join(f"{name} {weight}" for name, weight in zip(self.plan.names, opened.span.weights, strict=True)),
+            )
+        self._begin(Walk(self.plan, opened))
+
+    def _begin(self, walk: Walk) -> None:
+        self._walk = walk
+        self._blocks: list[_Block] = []
+
+    def _block_of(self, sample: int) -> _Block:
+        for block in self._blocks:
+            if 0 <= sample - block.place.sample < len(block.sources):
+                return block
+        while True:
+            if not 0 <= sample - self._walk.place.sample < BLOCK:
+                self._walk.seek(sample)
+            place = self._walk.place
+            block = _Block(place, *self._walk.take(BLOCK))
+            self._blocks = [*self._blocks[1 - _KEPT :], block]
+            if sample - place.sample < len(block.sources):
+                return block
+
+
+def mixed_source(
+    data: DataConfig, entries: Sequence[MixEntry], sources: Mapping[str, Any], *, seq_len: int, batch: int
+) -> MixedSource:
+    """The mixture that ``data.mix``, ``data.stage`` and ``data.alpha`` describe.
+
+    Args:
+        data: the section.
+        entries: its entries.
+        sources: indexed source of each, by name.
+        seq_len: tokens per sequence.
+        batch: sequences per step, over all ranks.
+    """
+    sizes = [sources[entry.name].num_samples for entry in entries]
+    stages = {stage.first: stage.weights for stage in map(read_stage, data.stage)}
+    shares = {first: [exact(weights.get(entry.name, 0)) for entry in entries] for first, weights in stages.items()}
+    if 1 not in shares:
+        shares[1] = [
+            Fraction(size**data.alpha) if data.alpha is not None else _share(entry, size, seq_len)
+            for entry, size in zip(entries, sizes, strict=True)
+        ]
+    return MixedSource(
+        sources,
+        limits=[
+            0 if entry.on_end == "repeat" else max(1, math.ceil(size * exact(entry.epochs or 1)))
+            for entry, size in zip(entries, sizes, strict=True)
+        ],
+        stops=[entry.on_end == "stop" for entry in entries],
+        stages=tuple((first, integers(shares[first])) for first in sorted(shares)),
+        batch=batch,
+    )
+
+
+def _share(entry: MixEntry, size: int, seq_len: int) -> Fraction:
+    kind, number = entry.share
+    unit = {"weight": Fraction(1), "tokens": Fraction(1, seq_len), "epochs": Fraction(size)}
+    return exact(number) * unit[kind]
+
+
+def _in_samples(stages: Stages, since: Sequence[int]) -> Stages:
+    """The stages by their first samples. Those that begin before the step of ``since`` have begun."""
+    step, sample, batch = since[:3]
+    return tuple((sample + (first - 1 - step) * batch if first - 1 > step else 0, weights) for first, weights in stages)
