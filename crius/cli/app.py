@@ -145,6 +145,7 @@ verify_app = app.group("verify", "Prove on this machine that every layout trains
 bench_app = app.group("bench", "Measure on this machine which low precision pays.")
 checkpoint_app = app.group("checkpoint", "List, verify and remove checkpoints.")
 data_app = app.group("data", "Prepare training data.")
+mix_app = data_app.group("mix", "Show what a mixture of sources reads.")
 
 
 def train_verb() -> Verb:

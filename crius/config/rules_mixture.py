@@ -34,7 +34,7 @@ def entries_are_right(facts: Facts, rules: Sequence[Rule]) -> Violations:
     data = facts.config.data
     if not data.mix:
         return
-    given = [name for name in ONE_CORPUS if facts.origin(name) != "default"]
+    given = facts.changed(ONE_CORPUS)
     if given:
         yield facts.error(
             f"data.mix and {given[0]} both say what the data is.",

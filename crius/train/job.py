@@ -18,8 +18,9 @@ from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown, to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
+from crius.data.mixed import MixedSource
 from crius.data.rows import BAD_ROWS
-from crius.data.sample_log import Attempt, SampleLog, next_attempt, source_digest
+from crius.data.sample_log import Attempt, SampleLog, log_mixture, next_attempt, source_digest
 from crius.data.show import preview
 from crius.errors import LayoutError
 from crius.host import raise_open_files
@@ -47,6 +48,7 @@ from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
 from crius.train.loop import Loop, Preempted, Validation
+from crius.train.mixture import MixtureReport
 from crius.train.pretrained import load_initial
 from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
@@ -231,6 +233,9 @@ def assemble(
         loads = ExpertLoads(job.facts, after_update.take_totals, ranks.device, advice=advice)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     meter = Meter(job.facts.flops_per_token(config.training.seq_len), peak, ranks)
+    mixture = None
+    if isinstance(corpus.train, MixedSource):
+        mixture = MixtureReport(corpus.train, loader, built.parts, ranks, mesh.layout)
     return Loop(
         config=config,
         layout=mesh.layout,
@@ -243,6 +248,7 @@ def assemble(
         guard=guard,
         validation=_validation(job, corpus),
         world=ranks,
+        mixture=mixture,
         ledger=ledger,
         reports=StepReports(meter, ledger, guard, loads),
         after_step=[functools.partial(_after_step, job, built, watch)],
@@ -278,6 +284,8 @@ def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLo
         source=source_digest(corpus.train.identity),
         end=loop.loader.end_sample,
     )
+    if isinstance(corpus.train, MixedSource) and ranks.rank == 0:
+        log_mixture(run_dir, start.attempt, corpus.train.plan, corpus.train.place(start.sample))
     return SampleLog(run_dir, mesh.batch_rank if is_first else None, start)
 
 

@@ -161,6 +161,7 @@ class _Report:
     lr: float
     names: tuple[str, ...]
     totals: Late
+    shares: Mapping[str, float]
 
 
 class StepReports:
@@ -199,10 +200,13 @@ class StepReports:
         if step % PACE_INTERVAL == 0 or not status.limit_seconds:
             status.limit_seconds = self._pace.limit_seconds()
 
-    def add(self, state: TrainState, lr: float, numbers: Mapping[str, Tensor]) -> None:
-        """Report this step when its numbers have arrived: loss, gradient norm, and other metrics if there are any."""
+    def add(self, state: TrainState, lr: float, numbers: Mapping[str, Tensor], shares: Mapping[str, float]) -> None:
+        """Report this step when its numbers have arrived: loss, gradient norm, and other metrics if there are any.
+
+        ``shares`` are numbers of the sources of a mixture that the host knows already.
+        """
         values = Late(torch.stack(list(numbers.values())))
-        self._unwritten.append(_Report(copy.copy(state), lr, tuple(numbers), values))
+        self._unwritten.append(_Report(copy.copy(state), lr, tuple(numbers), values, shares))
 
     def loads(self, tokens: int) -> dict[str, Tensor]:
         """Numbers of the experts' loads in a step of ``tokens`` over all ranks; empty if they are not known."""
@@ -264,7 +268,10 @@ class StepReports:
             report = self._unwritten.pop(0)
             numbers = dict(zip(report.names, report.totals.read(), strict=True))
             numbers = self.experts.taken(numbers) if self.experts else numbers
-            self.write(self.meter.report(report.state, report.lr, self._ledger.goodput(), numbers))
+            losses = {name: numbers.pop(name) for name in report.names if "/" in name}
+            sources = {name: loss for name, loss in losses.items() if loss >= 0} | dict(report.shares)
+            fields: dict[str, Any] = {**numbers, "sources": sources}
+            self.write(self.meter.report(report.state, report.lr, self._ledger.goodput(), fields))
 
     def _rescue(self) -> None:
         # The guard is not asked: its report of a broken step is a collective, and other ranks may be elsewhere. A guard
