@@ -11,6 +11,7 @@ import numpy.typing as npt
 from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
 from crius.config.mixture import read_entry
 from crius.data.cache import open_cached
+from crius.data.checked import WHOLE_BYTES
 from crius.data.mixed import MixedSource, mixed_source
 from crius.data.rows import left_out
 from crius.data.samples import SampleSource, open_samples
@@ -87,14 +88,15 @@ def open_corpus(
         source, held_out, lines = _opener_of_streams()(data, tok, boundary, validation, seq_len=seq_len)
         return Corpus(source, held_out, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
 
-    def open_one(own: DataConfig, scored: ValidationConfig, at_least: int) -> Opened:
+    def open_one(own: DataConfig, scored: ValidationConfig) -> Opened:
         return _open_one(
             own,
             scored,
             tokenizer=tokenizer,
             tok=tok,
             boundary=boundary,
-            global_batch_size=at_least,
+            global_batch_size=1 if data.mix else global_batch_size,
+            whole_bytes=WHOLE_BYTES // max(1, len(data.mix)),
             seq_len=seq_len,
             vocab_size=vocab_size,
             seed=seed,
@@ -103,7 +105,7 @@ def open_corpus(
     if data.mix:
         train, held_out, lines = _open_mixture(data, validation, open_one, seq_len, global_batch_size)
     else:
-        train, held_out, lines = open_one(data, validation, global_batch_size)
+        train, held_out, lines = open_one(data, validation)
     return Corpus(train, held_out, tok, token_bytes, lines)
 
 
@@ -118,16 +120,19 @@ def _open_one(
     tokenizer: TokenizerConfig,
     tok: Tokenizer,
     boundary: Boundary,
+    whole_bytes: int,
     global_batch_size: int,
     seq_len: int,
     vocab_size: int,
     seed: int,
 ) -> Opened:
     """The data of one local corpus; see ``open_corpus``."""
-    file = _token_file(data, tokenizer, tok, vocab_size, "--data.path")
+    file = _token_file(data, tokenizer, tok, vocab_size, "--data.path", whole_bytes)
     sets = validation.sets if validation.interval > 0 else {}
     held_files = {
-        name: _token_file(replace(data, path=paths), tokenizer, tok, vocab_size, "--validation.path") if paths else file
+        name: _token_file(replace(data, path=paths), tokenizer, tok, vocab_size, "--validation.path", whole_bytes)
+        if paths
+        else file
         for name, paths in sets.items()
     }
     if data.format == "chat":
@@ -153,7 +158,7 @@ def _open_one(
 def _open_mixture(
     data: DataConfig,
     validation: ValidationConfig,
-    open_one: Callable[[DataConfig, ValidationConfig, int], Opened],
+    open_one: Callable[[DataConfig, ValidationConfig], Opened],
     seq_len: int,
     global_batch_size: int,
 ) -> Opened:
@@ -169,7 +174,7 @@ def _open_mixture(
         if validation.path and not paths:
             own = replace(own, interval=0, fraction=0.0)
         try:
-            source, held, said = open_one(entry.corpus(data), own, 1)
+            source, held, said = open_one(entry.corpus(data), own)
         except (DataError, ConfigError) as error:
             error.where = f"[[data.mix]] {entry.name}" + (f", {error.where}" if error.where else "")
             problems.append(error)
@@ -238,7 +243,9 @@ def _check_fraction(validation: ValidationConfig) -> None:
         )
 
 
-def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab_size: int, flag: str) -> TokenFile:
+def _token_file(
+    data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab_size: int, flag: str, whole_bytes: int
+) -> TokenFile:
     if data.source != "tokens":
         file = open_cached(data, config, tok, flag=flag)
     else:
@@ -248,7 +255,7 @@ def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab
                 where=flag,
                 fix=f"{flag} FOLDER, written by crius data prepare",
             )
-        file = TokenFile(Path(data.path[0]).expanduser())
+        file = TokenFile(Path(data.path[0]).expanduser(), whole_bytes=whole_bytes)
         if file.meta.is_chat != (data.format == "chat"):
             there, other = ("conversations", "chat") if file.meta.is_chat else ("documents", "documents")
             raise DataError(

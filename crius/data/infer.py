@@ -66,6 +66,8 @@ def completed(text: str) -> str:
     """An entry of ``data.mix`` with the source and the format that its files look like, as far as it lacks them."""
     try:
         entry = read_entry(text)
+        if entry.source and entry.format:
+            return text
         known = {"data.path": entry.path, "data.source": [entry.source] if entry.source else []}
         known |= {"data.format": [entry.format] if entry.format else [], "data.columns": entry.columns}
         known |= {"data.text_field": [entry.field] if entry.field else []}

@@ -8,6 +8,7 @@ labels.
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -26,6 +27,8 @@ from crius.errors import ConfigError, DataError
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 
 _log = logging.getLogger("crius.data")
+
+_AHEAD = 1 << 19  # tokens of a mixture that are read together
 
 
 @dataclass(frozen=True)
@@ -297,14 +300,16 @@ class BatchLoader:
                 fix="load the data state of the checkpoint",
             )
         next_sample = self._next_sample
+        ahead: deque[Rows] = deque()
 
         def prepare() -> _Prepared:
             nonlocal next_sample
-            ids = range(next_sample + (self.rank - next_sample) % self.num_ranks, next_sample + self.global_batch_size)
-            mine = ids[:: self.num_ranks]
+            mine = self._ids(next_sample)
             there = [number for number in mine if not self.end_sample or number < self.end_sample]
             if len(there) == len(mine):
-                batch = _batch(self.source.read(mine), mine, self._most_documents)
+                if not ahead:
+                    ahead.extend(self._read_ahead(next_sample))
+                batch = _batch(ahead.popleft(), mine, self._most_documents)
             else:
                 absent = [~number for number in mine[len(there) :]]
                 batch = _padded(self.source, there, absent, self._most_documents)
@@ -317,6 +322,21 @@ class BatchLoader:
             return _Prepared(pinned, self.source.cursors(self._shards), mixed)
 
         return _Prefetcher(prepare, self._prefetch)
+
+    def _ids(self, first: int) -> range:
+        """This rank's samples of the step whose first sample is ``first``."""
+        return range(first + (self.rank - first) % self.num_ranks, first + self.global_batch_size, self.num_ranks)
+
+    def _read_ahead(self, first: int) -> list[Rows]:
+        """The sequences of the step whose first sample is ``first``; of a mixture also of the next steps, because a
+        call of one of its sources takes about as long for many sequences as for few."""
+        mine = self._ids(first)
+        if not isinstance(self.source, MixedSource):
+            return [self.source.read(mine)]
+        number = max(1, _AHEAD // (len(mine) * self.source.seq_len))
+        if self.end_sample:
+            number = max(1, min(number, (self.end_sample - first) // self.global_batch_size))
+        return self.source.read_steps([self._ids(first + step * self.global_batch_size) for step in range(number)])
 
     def _stop(self, timeout: float | None) -> None:
         if self._prefetcher is not None:

@@ -9,6 +9,7 @@ If the shares are integers over A, then n_s = w_s t where A divides t. So the sc
 place in it is at most A choices away.
 """
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ import numpy.typing as npt
 from crius.data.source import Int64Array
 from crius.errors import DataError
 
+_SHORT = 4096
+
 
 class Schedule:
     """The choices of a source for one sequence after the other, from any counts that the schedule itself reaches.
@@ -28,6 +31,7 @@ class Schedule:
     Args:
         weights: integer share of each source, 0 or more; a source with 0 is never chosen.
         counts: sequences that each source has given. Their sum is the number of steps done.
+        is_short: whether choices that repeat soon are kept.
 
     Attributes:
         counts: as given, with the choices since.
@@ -37,12 +41,13 @@ class Schedule:
         ValueError: no schedule has these counts.
     """
 
-    def __init__(self, weights: Sequence[int], counts: Sequence[int]) -> None:
+    def __init__(self, weights: Sequence[int], counts: Sequence[int], *, is_short: bool = True) -> None:
         self.counts = list(counts)
         self.step = sum(counts)
         total = sum(weights)
         if any(abs(n * total - a * self.step) >= total for n, a in zip(counts, weights, strict=True)):
             raise ValueError("the counts are not those of these weights")
+        self._round = _round(tuple(weights)) if is_short and total <= _SHORT else None
         number = max(2, 2 * sum(map(bool, weights)) - 2)
         self._period = number * total
         self._window = self._period - 2 * total
@@ -58,6 +63,15 @@ class Schedule:
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
         """The sources of the next ``count`` sequences."""
+        if self._round is not None:
+            chosen = self._round[np.arange(self.step, self.step + count) % len(self._round)]
+            self.step += count
+        else:
+            chosen = self._chosen(count)
+        self.counts = (np.bincount(chosen, minlength=len(self.counts)) + self.counts).tolist()
+        return chosen
+
+    def _chosen(self, count: int) -> npt.NDArray[np.int32]:
         chosen = np.empty(count, dtype=np.int32)
         ready = self._ready
         waiting = self._waiting
@@ -74,8 +88,13 @@ class Schedule:
             releases[source] += self._period
             heapq.heappush(waiting, (-(-releases[source] // divisors[source]), source))
         self.step = step
-        self.counts = (np.bincount(chosen, minlength=len(self.counts)) + self.counts).tolist()
         return chosen
+
+
+@functools.lru_cache(maxsize=16)
+def _round(weights: tuple[int, ...]) -> npt.NDArray[np.int32]:
+    """The choices after which a schedule repeats."""
+    return Schedule(weights, [0] * len(weights), is_short=False).take(sum(weights))
 
 
 class Plan(NamedTuple):
