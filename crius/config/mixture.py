@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, get_args
@@ -20,6 +20,8 @@ DENOMINATOR = 10**6
 """Shares are exact where integers up to this sum give them; else they are rounded to a millionth."""
 
 OnEnd = Literal["repeat", "stop", "share"]
+
+_CHOICES = {"on_end": get_args(OnEnd), "format": ("documents", "chat")}
 
 KINDS = ("weight", "tokens", "epochs")
 """Keys that give a source its share."""
@@ -70,19 +72,6 @@ class MixEntry:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageEntry:
-    """Weights from a step on.
-
-    Attributes:
-        first: the first step with these weights; ``from`` in TOML.
-        weights: weight of each source that is read, by name.
-    """
-
-    first: int
-    weights: Mapping[str, float]
-
-
 def table_text(table: Mapping[str, Any]) -> str:
     """A table of TOML as the text that stands for it."""
     return json.dumps(table, ensure_ascii=False, default=str)
@@ -107,23 +96,21 @@ def read_entry(text: str) -> MixEntry:
     """
     table = _object(text, MixEntry.__dataclass_fields__)
     for name, value in table.items():
-        if name in ("path", "columns"):
-            values = value if isinstance(value, list) else [value]
-            if not all(isinstance(one, str) for one in values):
-                raise ValueError(f"has {name} = {json.dumps(value)}, which is not text")
-            table[name] = tuple(values)
-        elif name in KINDS:
+        if name in KINDS:
             _check_number(name, value)
-        elif not isinstance(value, str):
+            continue
+        texts = value if name in ("path", "columns") and isinstance(value, list) else [value]
+        if not all(isinstance(one, str) for one in texts):
             raise ValueError(f"has {name} = {json.dumps(value)}, which is not text")
-    for name, choices in (("on_end", get_args(OnEnd)), ("format", ("documents", "chat"))):
-        if table.get(name, choices[0]) not in choices:
-            raise ValueError(f"has {name} = {json.dumps(table[name])}, which is not one of {', '.join(choices)}")
+        if value not in _CHOICES.get(name, [value]):
+            raise ValueError(f"has {name} = {value}, which is not one of {', '.join(_CHOICES[name])}")
+        if name in ("path", "columns"):
+            table[name] = tuple(texts)
     return MixEntry(**table)
 
 
-def read_stage(text: str) -> StageEntry:
-    """An entry of ``data.stage``.
+def read_stage(text: str) -> tuple[int, dict[str, float]]:
+    """The first step of an entry of ``data.stage``, and the weight of each source that is read then.
 
     Raises:
         ValueError: as ``read_entry``.
@@ -137,14 +124,11 @@ def read_stage(text: str) -> StageEntry:
         raise ValueError("has no weights")
     for name, value in weights.items():
         _check_number(f"weights.{name}", value)
-    return StageEntry(first=first, weights=weights)
+    return first, weights
 
 
-def _object(text: str, known: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        table = parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
+def _object(text: str, known: Iterable[str]) -> dict[str, Any]:
+    (table,) = tables_of([text])
     if not isinstance(table, dict):
         raise ValueError("is not a table")
     if unknown := [name for name in table if name not in known]:
@@ -162,13 +146,10 @@ def exact(number: float) -> Fraction:
     return Fraction(str(number))
 
 
-def sum_problem(weights: Mapping[str, float]) -> str:
-    """Why the numbers are neither shares nor a ratio, as the end of a sentence; empty if they are."""
-    numbers = [exact(weight) for weight in weights.values()]
-    total = sum(numbers)
-    if total == 1 or all(number.denominator == 1 for number in numbers):
-        return ""
-    return f"sum to {float(total):g}"
+def sums_up(weights: Iterable[float]) -> bool:
+    """Whether the numbers are shares that sum to 1, or whole numbers."""
+    numbers = [exact(weight) for weight in weights]
+    return sum(numbers) == 1 or all(number.denominator == 1 for number in numbers)
 
 
 def integers(shares: Sequence[Fraction]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from crius.config.facts import Facts, Rule, Violations
 from crius.config.rules_mixture import (
     entries_are_right,
     mixture_settings_have_effect,
-    mixture_stages_are_right,
+    mixture_weights_are_right,
 )
 
 CHAT_SOURCES = ("jsonl", "csv", "parquet", "tokens")
@@ -232,6 +232,6 @@ DATA_RULES = (
     packed_samples_keep_apart,
     sample_flags_have_effect,
     mixture_entries_are_right,
-    mixture_stages_are_right,
+    mixture_weights_are_right,
     mixture_settings_have_effect,
 )

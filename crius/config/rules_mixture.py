@@ -1,10 +1,12 @@
 """Rules about ``[[data.mix]]`` and ``[[data.stage]]``: what can be said before a file is read."""
 
+import contextlib
 import glob
-import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from crius.config.data import check_source
 from crius.config.facts import Facts, Rule, Violations
@@ -12,16 +14,19 @@ from crius.config.mixture import (
     KINDS,
     ONE_CORPUS,
     MixEntry,
-    StageEntry,
     exact,
     integers,
     read_entry,
     read_stage,
-    sum_problem,
+    sums_up,
+    tables_of,
 )
-from crius.errors import ConfigError, CriusError
+from crius.errors import ConfigError
 
-_FILES = "docs/mixtures.md has an example"
+_Problem = tuple[str, str, str]
+"""What is wrong, why, and a fix."""
+
+_EXAMPLE = 'such as name = "web", path = "FILE or FOLDER", weight = 0.5'
 
 
 def entries_are_right(facts: Facts, rules: Sequence[Rule]) -> Violations:
@@ -32,195 +37,130 @@ def entries_are_right(facts: Facts, rules: Sequence[Rule]) -> Violations:
         rules: rules of a single corpus, which hold for each entry.
     """
     data = facts.config.data
-    if not data.mix:
-        return
-    given = facts.changed(ONE_CORPUS)
-    if given:
-        yield facts.error(
-            f"data.mix and {given[0]} both say what the data is.",
-            "data.mix",
-            *given,
-            fix=f"leave out {given[0]}: each [[data.mix]] has its own path, source, format, field and columns",
-        )
-    names = dict[str, int]()
-    paths = dict[str, str]()
-    entries = list[MixEntry]()
+    if data.mix and (given := facts.changed(ONE_CORPUS)):
+        fix = f"leave out {given[0]}: each [[data.mix]] has its own path, source, format, field and columns"
+        yield facts.error(f"data.mix and {given[0]} both say what the data is.", "data.mix", *given, fix=fix)
+    needs_share = data.alpha is None and 1 not in [table.get("from") for table in _tables(data.stage)]
+    names: list[str] = []
+    paths: dict[str, str] = {}
     for number, text in enumerate(data.mix, start=1):
+        where = f"[[data.mix]] {number} ({facts.origin('data.mix')})"
         try:
             entry = read_entry(text)
         except ValueError as error:
-            yield facts.error(f"entry {number} of data.mix {error}.", "data.mix", fix=_FILES)
+            yield ConfigError(f"entry {number} of data.mix {error}.", where=where, fix=_EXAMPLE)
             continue
-        entries.append(entry)
-        where = f"[[data.mix]] {entry.name or number} ({facts.origin('data.mix')})"
-        if not entry.name.replace("_", "a").replace("-", "a").replace(".", "a").isalnum():
-            fix = 'name = "web": letters, digits, _, - and .'
-            yield ConfigError(f"entry {number} of data.mix has the name {entry.name!r}.", where=where, fix=fix)
-        elif entry.name in names:
-            what = f"entries {names[entry.name]} and {number} of data.mix are both called {entry.name}."
-            yield ConfigError(what, where=where, fix=f'name = "{entry.name}{number}"')
-        names.setdefault(entry.name, number)
-        yield from _data_problems(entry, where, paths, is_dry=facts.is_dry)
-        yield from _share_problems(entry, where, is_free=_has_first_stage(data.stage) or data.alpha is not None)
+        problems = [*_name_problems(entry, names), *_data_problems(entry, paths), *_share_problems(entry, needs_share)]
+        for what, why, fix in problems:
+            yield ConfigError(f"{entry.name or f'entry {number}'} of data.mix {what}.", where=where, why=why, fix=fix)
+        names.append(entry.name)
         of_entry = replace(facts, config=replace(facts.config, data=entry.corpus(data)))
         for problem in (problem for rule in rules for problem in rule(of_entry)):
-            problem.where = where
+            problem.where = f"{where}, {problem.where}"
             yield problem
-    yield from _weights_problems(facts, entries)
 
 
-def _data_problems(entry: MixEntry, where: str, paths: dict[str, str], *, is_dry: bool) -> Violations:
-    """Errors in the source and the paths of an entry; ``paths`` are those of earlier entries, with their names."""
+def _name_problems(entry: MixEntry, names: Sequence[str]) -> Iterator[_Problem]:
+    if not re.fullmatch(r"\w[\w.-]*", entry.name):
+        yield f"has the name {entry.name!r}", "", 'name = "web": letters, digits, _, - and .'
+    elif entry.name in names:
+        yield "has the name of an earlier entry", "reports would mix them up", f'name = "{entry.name}2"'
+
+
+def _data_problems(entry: MixEntry, paths: dict[str, str]) -> Iterator[_Problem]:
+    """Errors in source and paths; ``paths`` are those of earlier entries, with their names."""
     if entry.source == "huggingface":
-        yield ConfigError(
-            f"{entry.name} of data.mix is a stream, source huggingface.",
-            where=where,
-            why="a mixture must know the sizes of its sources before it runs",
-            fix="a local copy: hf download --repo-type dataset NAME --local-dir DIR, and path = DIR",
-        )
+        why = "the sizes of all sources must be known before the run"
+        yield "is a stream", why, "hf download --repo-type dataset NAME --local-dir DIR, and path = DIR"
         return
     try:
-        check_source(entry.source or "text", where)
+        check_source(entry.source or "text", "")
     except ConfigError as error:
-        yield error
+        yield f"has source {entry.source}", error.what, error.fix
     if not entry.path and entry.source != "stdlib":
-        yield ConfigError(f"{entry.name} of data.mix has no path.", where=where, fix='path = "FILE or FOLDER"')
+        yield "has no path", "", 'path = "FILE or FOLDER"'
     for path in entry.path:
         expanded = os.path.expanduser(path)
-        if not is_dry and not glob.glob(expanded):
-            fix = "correct the path, or leave the entry out"
-            yield ConfigError(f"{path} of {entry.name} in data.mix does not exist.", where=where, fix=fix)
+        if not glob.glob(expanded):
+            yield f"has path {path}, which does not exist", "", "correct the path, or leave the entry out"
         other = paths.setdefault(os.path.realpath(expanded), entry.name)
         if other != entry.name:
-            yield ConfigError(
-                f"{other} and {entry.name} of data.mix both read {path}.",
-                where=where,
-                why="its sequences would be read twice, with two counts of epochs",
-                fix="one entry for it, with the sum of both weights",
-            )
+            why = "its sequences would be read twice, with two counts of epochs"
+            yield f"reads {path}, as {other} does", why, "one entry for it, with the sum of both weights"
 
 
-def _share_problems(entry: MixEntry, where: str, *, is_free: bool) -> Violations:
+def _share_problems(entry: MixEntry, needs_share: bool) -> Iterator[_Problem]:
     given = [kind for kind in KINDS if getattr(entry, kind) is not None]
-    if len(given) > 1 or (not given and not is_free):
-        has = f"has {' and '.join(given)}" if given else "has no weight"
-        yield ConfigError(f"{entry.name} of data.mix {has}.", where=where, fix="one of weight, tokens and epochs")
+    if len(given) > 1 or len(given) < needs_share:
+        yield f"has {' and '.join(given) or 'no weight'}", "", "give it one of weight, tokens and epochs"
 
 
-def _has_first_stage(texts: Sequence[str]) -> bool:
-    return any(stage.first == 1 for stage in _stages(texts))
-
-
-def _stages(texts: Sequence[str]) -> list[StageEntry]:
-    found = []
-    for text in texts:
-        try:
-            found.append(read_stage(text))
-        except ValueError:  # ``mixture_stages_are_right`` reports it
-            continue
-    return found
-
-
-def _weights_problems(facts: Facts, entries: Sequence[MixEntry]) -> Violations:
-    """Errors of the weights together."""
-    kinds = {entry.share[0] for entry in entries if entry.share[0]}
-    alpha = facts.config.data.alpha
-    if alpha is not None and kinds:
-        yield facts.error(
-            f"data.alpha {alpha:g} gives the weights, and entries of data.mix have {' and '.join(sorted(kinds))}.",
-            "data.alpha",
-            "data.mix",
-            fix="leave out one of them",
-        )
-    elif "weight" in kinds and len(kinds) > 1:
-        yield facts.error(
-            f"entries of data.mix have {' and '.join(sorted(kinds))}.",
-            "data.mix",
-            why="a weight is a share of the run, tokens and epochs are sizes",
-            fix="weights for all entries, or tokens and epochs for all",
-        )
-    elif kinds == {"weight"} and not _has_first_stage(facts.config.data.stage):
-        yield from _sum_problems(facts, {entry.name: entry.share[1] for entry in entries if entry.share[0]}, "data.mix")
-
-
-def _sum_problems(facts: Facts, weights: Mapping[str, float], name: str, of: str = "") -> Violations:
-    if problem := sum_problem(weights):
-        ratio = integers([exact(weight) for weight in weights.values()])
-        shares = ", ".join(f"{one} {weight}" for one, weight in zip(weights, ratio, strict=True))
-        yield facts.error(
-            f"the weights of {name}{of} {problem}.",
-            name,
-            why="weights are shares that sum to 1, or whole numbers that stand for a ratio",
-            fix=f"the same ratio in whole numbers: {shares}",
-        )
-
-
-def mixture_stages_are_right(facts: Facts) -> Violations:
-    """Stages of data.stage begin one after the other, with weights for sources of data.mix."""
+def mixture_weights_are_right(facts: Facts) -> Violations:
+    """The weights of data.mix are shares or a ratio, and stages of data.stage begin one after the other."""
     data = facts.config.data
-    names = [entry.get("name") for entry in map(_table, data.mix)]
+    tables = _tables(data.mix)
+    kinds = sorted({kind for table in tables for kind in KINDS if kind in table})
+    said = " and ".join(kinds)
+    if data.alpha is not None and kinds:
+        what = f"data.alpha gives the weights, and entries of data.mix have {said}."
+        yield facts.error(what, "data.alpha", "data.mix", fix="leave out one of them")
+    elif "weight" in kinds and len(kinds) > 1:
+        why = "a weight is a share of the run, tokens and epochs are sizes"
+        fix = "weights for all entries, or tokens and epochs for all"
+        yield facts.error(f"entries of data.mix have {said}.", "data.mix", why=why, fix=fix)
     last = 0
+    with contextlib.suppress(ValueError):  # ``entries_are_right`` reports it
+        weights = {entry.name: entry.weight for entry in map(read_entry, data.mix) if entry.weight}
+        yield from _sum_problems(facts, weights, "data.mix")
     for number, text in enumerate(data.stage, start=1):
         try:
-            stage = read_stage(text)
+            first, weights = read_stage(text)
         except ValueError as error:
-            yield facts.error(f"entry {number} of data.stage {error}.", "data.stage", fix=_FILES)
+            fix = "such as from = 1000, weights = { web = 0.2, code = 0.8 }"
+            yield facts.error(f"entry {number} of data.stage {error}.", "data.stage", fix=fix)
             continue
-        if stage.first <= last:
-            yield facts.error(
-                f"the stage from {stage.first} of data.stage comes after the stage from {last}.",
-                "data.stage",
-                fix="stages in the order of their steps, each step once",
-            )
-        last = max(last, stage.first)
-        for name in stage.weights:
-            if name not in names:
-                yield facts.error(
-                    f"the stage from {stage.first} of data.stage has a weight for {name}, which data.mix lacks.",
-                    "data.stage",
-                    fix=f"one of {', '.join(map(str, names)) or 'the names in [[data.mix]]'}",
-                )
-        yield from _sum_problems(facts, stage.weights, "data.stage", f" from {stage.first}")
+        name = f"the stage from {first} of data.stage"
+        if first <= last:
+            yield facts.error(f"{name} comes after one from {last}.", "data.stage", fix="order them by their steps")
+        last = max(last, first)
+        names = [table.get("name") for table in tables]
+        if unknown := [one for one in weights if one not in names]:
+            fix = f"one of {', '.join(map(str, names)) or 'the names in [[data.mix]]'}"
+            yield facts.error(f"{name} has {unknown[0]}, which data.mix lacks.", "data.stage", fix=fix)
+        yield from _sum_problems(facts, weights, "data.stage")
 
 
-def _table(text: str) -> Mapping[str, object]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+def _sum_problems(facts: Facts, weights: Mapping[str, float], name: str) -> Violations:
+    if weights and not sums_up(weights.values()):
+        ratio = zip(weights, integers(list(map(exact, weights.values()))), strict=True)
+        yield facts.error(
+            f"the weights {', '.join(f'{one} {weight:g}' for one, weight in weights.items())} do not sum to 1.",
+            name,
+            why="they are shares that sum to 1, or whole numbers that stand for a ratio",
+            fix=f"the same ratio: {', '.join(f'{one} {weight}' for one, weight in ratio)}",
+        )
 
 
 def mixture_settings_have_effect(facts: Facts) -> Violations:
-    """Stages, alpha and epochs go with the kind of data that they are for."""
+    """Stages, alpha, epochs and validation data go with a mixture, or with one corpus."""
     data = facts.config.data
-    if not data.mix:
-        for name in ("data.stage", "data.alpha"):
-            if facts.changed([name]):
-                yield facts.error(
-                    f"{name} has no effect without data.mix.", name, fix="give [[data.mix]], or leave it out"
-                )
-        return
+    given = [] if data.mix else facts.changed(["data.stage", "data.alpha"])
+    for name in given:
+        yield facts.error(f"{name} has no effect without data.mix.", name, fix="give [[data.mix]], or leave it out")
     if data.alpha is not None and not 0 <= data.alpha <= 10:
         yield facts.error(f"data.alpha {data.alpha:g} is not between 0 and 10.", "data.alpha", fix="--data.alpha 0.5")
-    if facts.config.training.epochs > 0:
-        yield facts.error(
-            f"training.epochs {facts.config.training.epochs} does not go with data.mix.",
-            "training.epochs",
-            why="each source of a mixture has epochs of its own",
-            fix="--training.epochs -1 and a number of steps, or epochs in each [[data.mix]]",
-        )
-    names = set(_named(data.mix))
-    for title in facts.config.validation.sets if facts.config.validation.path else ():
+    if data.mix and facts.config.training.epochs > 0:
+        why = "each source of a mixture has epochs of its own"
+        fix = "--training.epochs -1 and a number of steps, or epochs in each [[data.mix]]"
+        yield facts.error("training.epochs does not go with data.mix.", "training.epochs", why=why, fix=fix)
+    names = [table.get("name") for table in _tables(data.mix)]
+    for title in facts.config.validation.sets if names and facts.config.validation.path else ():
         if title not in names:
-            problem: CriusError = facts.error(
-                f"validation.path has the set {title!r}, which is not a source of data.mix.",
-                "validation.path",
-                why="validation data of a mixture is read like the source of its name",
-                fix=f"--validation.path {next(iter(names), 'NAME')}=PATH",
-            )
-            yield problem
+            why = "validation data of a mixture is read as the source of its name"
+            fix = f"--validation.path {names[0]}=PATH"
+            what = f"validation.path has the set {title!r}, which data.mix lacks."
+            yield facts.error(what, "validation.path", why=why, fix=fix)
 
 
-def _named(texts: Sequence[str]) -> list[str]:
-    return [str(table["name"]) for table in map(_table, texts) if "name" in table]
+def _tables(texts: Sequence[str]) -> list[dict[str, Any]]:
+    return [table for table in tables_of(texts) if isinstance(table, dict)]

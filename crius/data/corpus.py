@@ -187,7 +187,7 @@ def _open_mixture(
     if problems:
         raise ConfigError.together(problems)
     mixed = mixed_source(data, entries, sources, seq_len=seq_len, batch=global_batch_size)
-    return mixed, held_out, (*lines, f"mixture: {mixed.shares()}")
+    return mixed, held_out, tuple(lines)
 
 
 def _token_bytes(tok: Tokenizer, vocab_size: int) -> npt.NDArray[np.int32]:

@@ -68,14 +68,13 @@ def completed(text: str) -> str:
         entry = read_entry(text)
         if entry.source and entry.format:
             return text
-        known = {"data.path": entry.path, "data.source": [entry.source] if entry.source else []}
-        known |= {"data.format": [entry.format] if entry.format else [], "data.columns": entry.columns}
-        known |= {"data.text_field": [entry.field] if entry.field else []}
-        inferred = infer(known) if entry.path else {}
+        given = {"data.path": entry.path, "data.source": entry.source, "data.format": entry.format}
+        given |= {"data.columns": entry.columns, "data.text_field": entry.field}
+        inferred = infer(given) if entry.path else {}
     except (ValueError, CriusError):  # a rule, or the code that reads the files, says why
         return text
-    found = {name: inferred.get(f"data.{name}", "") for name in ("source", "format")}
-    return table_text({**tables_of([text])[0], **{name: value for name, value in found.items() if value}})
+    found = {name.removeprefix("data."): value for name, value in inferred.items() if name.startswith("data.")}
+    return table_text({**tables_of([text])[0], **found})
 
 
 def _source_of(paths: Sequence[str]) -> str:

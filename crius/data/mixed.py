@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from crius.config.data import DataConfig
 from crius.config.mixture import MixEntry, exact, integers, read_stage
-from crius.data.mixture import Place, Plan, Schedule, Span, Walk
+from crius.data.mixture import Place, Plan, Schedule, Span, Walk, opened
 from crius.data.samples import SampleSource
 from crius.data.source import Cursor, Int64Array, Rows, padding_rows, storable_identity
 from crius.data.tokens import IndexedSource, Windows, merged
@@ -29,7 +29,6 @@ MOST_EPOCHS = 4
 """Epochs up to which repeated data is worth nearly as much as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
 
 _KEPT = 4  # blocks
-_MOST_SHOWN = 20  # sources
 
 Stages = tuple[tuple[int, tuple[int, ...]], ...]
 """First step, from 1, and integer weights of each stage, ascending; the first stage begins at step 1."""
@@ -144,10 +143,8 @@ class MixedSource:
         return sources, numbers
 
     def place(self, sample: int) -> Place:
-        """The place before ``sample``, or the end of the data if that is before it."""
+        """The place before ``sample``, which is at most the end of the data."""
         with self._lock:
-            if not any(self._walk.place.span.weights) and sample >= self._walk.place.sample:
-                return self._walk.place
             if sample == self._walk.place.sample:
                 return self._walk.place
             block = self._block_of(sample)
@@ -156,53 +153,20 @@ class MixedSource:
 
     def end_before(self, sample: int) -> int:
         """The sample at which the data ends, if that is before ``sample``; else 0."""
-        if not any(self.plan.limits):
-            return 0
-        end = Walk(self.plan).spans_to(sample)[-1]
-        return 0 if any(end.span.weights) else end.sample
-
-    def expected(self, end: int) -> list[str]:
-        """Lines about the samples before ``end``: epochs of each source, a warning above ``MOST_EPOCHS``, and the end
-        if a source brings it."""
-        places = self.spans_to(end)
-        epochs = {
-            name: total / size
-            for name, total, size in zip(self.plan.names, places[-1].totals, self.plan.sizes, strict=True)
-        }
-        shown = list(epochs.items())[:_MOST_SHOWN]
-        lines = ["mixture: epochs of each source at the end: " + ", ".join(f"{name} {of:.2f}" for name, of in shown)]
-        often = [f"{name} {of:.1f} times" for name, of in shown if of > MOST_EPOCHS]
-        if often:
-            lines.append(f"warning: the run reads {', '.join(often)}; repeats teach little beyond {MOST_EPOCHS} epochs")
-        if not any(places[-1].span.weights):
-            lines.append(f"mixture: the data ends after {end:,} sequences, and so does the run")
-        return lines
-
-    def spans_to(self, end: int) -> list[Place]:
-        """The end of each span before sample ``end``. If no source ends, counts are rounded down, at once."""
+        walk = Walk(self.plan)
         if any(self.plan.limits):
-            return Walk(self.plan).spans_to(end)
-        places: list[Place] = []
-        before = (0,) * len(self.plan.names)
-        firsts = [first for first, _ in self.plan.stages if first < end]
-        for (first, weights), last in zip(self.plan.stages, [*firsts[1:], end], strict=False):
-            counts = tuple(weight * (last - first) // sum(weights) for weight in weights)
-            places.append(Place(Span(first, weights, before), counts))
-            before = places[-1].totals
-        return places
+            walk.seek(sample)
+        return walk.place.sample if walk.place.is_end else 0
 
-    def shares(self) -> str:
-        """The shares at the start, and the steps at which they change, in words."""
-        first, *later = [
-            ", ".join(
-                f"{name} {weight / sum(weights):.4g}"
-                for name, weight in zip(self.plan.names, weights, strict=True)
-                if weight
-            )
-            for _, weights in self.stages
-        ]
-        steps = [step for step, _ in self.stages[1:]]
-        return "".join([first, *(f"; from step {step} {text}" for step, text in zip(steps, later, strict=True))])
+    def often_read(self, end: int) -> str:
+        """The sources that are read more than ``MOST_EPOCHS`` times before sample ``end``, as far as shares tell."""
+        totals = np.zeros(len(self._readers))
+        firsts = [min(first, end) for first, _ in self.plan.stages]
+        for (_, weights), first, last in zip(self.plan.stages, firsts, [*firsts[1:], end], strict=True):
+            totals += np.array(weights) / sum(weights) * (last - first)
+        epochs = totals / self.plan.sizes
+        columns = zip(self.plan.names, epochs.tolist(), self.plan.limits, strict=True)
+        return ", ".join(f"{name} {of:.1f} times" for name, of, limit in columns if of > MOST_EPOCHS and not limit)
 
     def cursors(self, shards: Iterable[int]) -> dict[int, list[int]]:
         """Empty: see ``state``."""
@@ -230,11 +194,11 @@ class MixedSource:
             DataError: ``saved`` contradicts itself.
         """
         self.plan = self.plan._replace(stages=_in_samples(self.stages, since))
-        rows = [list(saved.get(name, (0, 0, 0))) for name in self.plan.names]
-        before, counts, weights = (tuple(column) for column in zip(*rows, strict=True))
-        opened = Walk(self.plan, sample=sample, totals=tuple(map(sum, zip(before, counts, strict=True)))).place
-        if weights == opened.span.weights and saved.keys() == self.sources.keys():
-            opened = Place(opened.span._replace(first=sample - sum(counts), before=before), counts)
+        rows = [saved.get(name, (0, 0, 0)) for name in self.plan.names]
+        before, counts, weights = map(tuple, zip(*rows, strict=True))
+        start = opened(self.plan, sample, tuple(map(sum, zip(before, counts, strict=True))))
+        if weights == start.span.weights and saved.keys() == self.sources.keys():
+            start = Place(Span(sample - sum(counts), weights, before), counts)
             try:
                 Schedule(weights, counts)
             except ValueError as error:
@@ -244,13 +208,10 @@ class MixedSource:
                     fix="resume from another step: --checkpoint.load_step N",
                 ) from None
         else:
-            _log.warning(
-                "mixture: other weights from sample %d on, in integers %s; shares are counted from here, and each "
-                "source continues where it was",
-                sample,
-                " ".join(f"{name} {weight}" for name, weight in zip(self.plan.names, opened.span.weights, strict=True)),
-            )
-        self._begin(Walk(self.plan, opened))
+            now = " ".join(f"{name} {weight}" for name, weight in zip(self.plan.names, start.span.weights, strict=True))
+            what = "mixture: other weights from sample %d on: %s; each source continues where it was"
+            _log.warning(what, sample, now)
+        self._begin(Walk(self.plan, start))
 
     def _begin(self, walk: Walk) -> None:
         self._walk = walk
@@ -283,7 +244,7 @@ def mixed_source(
         batch: sequences per step, over all ranks.
     """
     sizes = [sources[entry.name].num_samples for entry in entries]
-    stages = {stage.first: stage.weights for stage in map(read_stage, data.stage)}
+    stages = dict(map(read_stage, data.stage))
     shares = {first: [exact(weights.get(entry.name, 0)) for entry in entries] for first, weights in stages.items()}
     if 1 not in shares:
         shares[1] = [

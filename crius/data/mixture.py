@@ -22,8 +22,6 @@ import numpy.typing as npt
 from crius.data.source import Int64Array
 from crius.errors import DataError
 
-_SHORT = 4096
-
 
 class Schedule:
     """The choices of a source for one sequence after the other, from any counts that the schedule itself reaches.
@@ -31,23 +29,16 @@ class Schedule:
     Args:
         weights: integer share of each source, 0 or more; a source with 0 is never chosen.
         counts: sequences that each source has given. Their sum is the number of steps done.
-        is_short: whether choices that repeat soon are kept.
-
-    Attributes:
-        counts: as given, with the choices since.
-        step: steps done.
 
     Raises:
         ValueError: no schedule has these counts.
     """
 
-    def __init__(self, weights: Sequence[int], counts: Sequence[int], *, is_short: bool = True) -> None:
-        self.counts = list(counts)
-        self.step = sum(counts)
+    def __init__(self, weights: Sequence[int], counts: Sequence[int]) -> None:
+        self._step = sum(counts)
         total = sum(weights)
-        if any(abs(n * total - a * self.step) >= total for n, a in zip(counts, weights, strict=True)):
+        if any(abs(n * total - a * self._step) >= total for n, a in zip(counts, weights, strict=True)):
             raise ValueError("the counts are not those of these weights")
-        self._round = _round(tuple(weights)) if is_short and total <= _SHORT else None
         number = max(2, 2 * sum(map(bool, weights)) - 2)
         self._period = number * total
         self._window = self._period - 2 * total
@@ -63,38 +54,30 @@ class Schedule:
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
         """The sources of the next ``count`` sequences."""
-        if self._round is not None:
-            chosen = self._round[np.arange(self.step, self.step + count) % len(self._round)]
-            self.step += count
-        else:
-            chosen = self._chosen(count)
-        self.counts = (np.bincount(chosen, minlength=len(self.counts)) + self.counts).tolist()
-        return chosen
-
-    def _chosen(self, count: int) -> npt.NDArray[np.int32]:
         chosen = np.empty(count, dtype=np.int32)
         ready = self._ready
         waiting = self._waiting
         releases = self._releases
         divisors = self._divisors
-        step = self.step
         for place in range(count):
-            step += 1
-            while waiting and waiting[0][0] <= step:
+            self._step += 1
+            while waiting and waiting[0][0] <= self._step:
                 source = heapq.heappop(waiting)[1]
                 heapq.heappush(ready, ((releases[source] + self._window) // divisors[source], source))
             source = heapq.heappop(ready)[1]
             chosen[place] = source
             releases[source] += self._period
             heapq.heappush(waiting, (-(-releases[source] // divisors[source]), source))
-        self.step = step
         return chosen
+
+
+_SHORT = 4096  # choices after which a schedule repeats, if they are kept
 
 
 @functools.lru_cache(maxsize=16)
 def _round(weights: tuple[int, ...]) -> npt.NDArray[np.int32]:
     """The choices after which a schedule repeats."""
-    return Schedule(weights, [0] * len(weights), is_short=False).take(sum(weights))
+    return Schedule(weights, [0] * len(weights)).take(sum(weights))
 
 
 class Plan(NamedTuple):
@@ -141,6 +124,11 @@ class Place(NamedTuple):
         return self.span.first + sum(self.counts)
 
     @property
+    def is_end(self) -> bool:
+        """Whether the data ends here."""
+        return not any(self.span.weights)
+
+    @property
     def totals(self) -> tuple[int, ...]:
         """Sequences that each source gave so far."""
         return tuple(map(sum, zip(self.span.before, self.counts, strict=True)))
@@ -151,32 +139,23 @@ class Walk:
 
     Args:
         plan: the plan.
-        start: where to begin; nothing before is reached. None: at ``sample``, in a new span.
-        sample: first sample.
-        totals: sequences that each source gave before it; empty: none.
+        start: where to begin; None: at sample 0.
 
     Attributes:
         place: where the walk is.
+        spans: spans that it has reached, in order.
     """
 
-    def __init__(self, plan: Plan, start: Place | None = None, *, sample: int = 0, totals: Sequence[int] = ()) -> None:
+    def __init__(self, plan: Plan, start: Place | None = None) -> None:
         self.plan = plan
-        self.place = start or self._opened(sample, tuple(totals) or (0,) * len(plan.names))
-        self._spans = [self.place.span]
-        self._least = self.place.sample
+        self._start = start or opened(plan, 0, (0,) * len(plan.names))
         self._limits = np.array(plan.limits)
-        self._schedule: Schedule | None = None
+        self._begin()
 
-    def _opened(self, sample: int, totals: tuple[int, ...]) -> Place:
-        """The place at the start of a new span."""
-        plan = self.plan
-        has_ended = [limit > 0 and total >= limit for total, limit in zip(totals, plan.limits, strict=True)]
-        weights = [weights for first, weights in plan.stages if first <= sample][-1]
-        left = [0 if ended else weight for weight, ended in zip(weights, has_ended, strict=True)]
-        if any(ended and stops for ended, stops in zip(has_ended, plan.stops, strict=True)):
-            left = [0] * len(left)
-        divisor = math.gcd(*left) or 1
-        return Place(Span(sample, tuple(weight // divisor for weight in left), totals), (0,) * len(left))
+    def _begin(self) -> None:
+        self.place = self._start
+        self.spans = [self.place.span]
+        self._schedule: Schedule | None = None
 
     def take(self, count: int) -> tuple[npt.NDArray[np.int32], Int64Array]:
         """The source of each of the next samples, and the number of each in its source, counted from 0.
@@ -187,20 +166,17 @@ class Walk:
             DataError: the data has ended.
         """
         span, counts = self.place
-        if not any(span.weights):
+        if self.place.is_end:
             raise DataError(
                 f"the mixture has ended before sample {span.first:,}.",
                 where="[[data.mix]]",
                 why="a source with on_end stop has ended, or no source of the stage is left",
                 fix="on_end repeat",
             )
-        if self._schedule is None:
-            self._schedule = Schedule(span.weights, counts)
-        next_stage = self._next_stage(span)
-        if next_stage is not None:
-            count = min(count, next_stage - self.place.sample)
+        stage = self._next_stage()
+        count = min(count, stage - self.place.sample)
         totals = np.array(self.place.totals)
-        chosen = self._schedule.take(count)
+        chosen = self._chosen(count)
         numbers = totals[chosen] + _earlier(chosen)
         limits = self._limits[chosen]
         used_up = np.flatnonzero((limits > 0) & (numbers + 1 >= limits))
@@ -208,15 +184,23 @@ class Walk:
             count = int(used_up[0]) + 1
         given = np.bincount(chosen[:count], minlength=len(counts))
         self.place = Place(span, tuple((given + counts).tolist()))
-        if used_up.size or self.place.sample == next_stage:
-            self.place = self._opened(self.place.sample, self.place.totals)
+        if used_up.size or self.place.sample == stage:
+            self.place = opened(self.plan, self.place.sample, self.place.totals)
+            self.spans.append(self.place.span)
             self._schedule = None
-            if self.place.sample > self._spans[-1].first:
-                self._spans.append(self.place.span)
         return chosen[:count], numbers[:count]
 
-    def _next_stage(self, span: Span) -> int | None:
-        return min((first for first, _ in self.plan.stages if first > span.first), default=None)
+    def _chosen(self, count: int) -> npt.NDArray[np.int32]:
+        span, counts = self.place
+        if sum(span.weights) <= _SHORT:
+            kept = _round(span.weights)
+            return kept[np.arange(sum(counts), sum(counts) + count) % len(kept)]
+        if self._schedule is None:
+            self._schedule = Schedule(span.weights, counts)
+        return self._schedule.take(count)
+
+    def _next_stage(self) -> int:
+        return min((first for first, _ in self.plan.stages if first > self.place.span.first), default=1 << 62)
 
     def seek(self, sample: int) -> None:
         """Go to ``sample``, or to the end of the data if that is before it. It takes at most as many choices as the
@@ -225,48 +209,44 @@ class Walk:
         Raises:
             ValueError: the walk began after it.
         """
-        if sample < self._least:
-            raise ValueError(f"sample {sample} is before the start {self._least}")
-        known = [span for span in self._spans if span.first <= sample]
-        if not self.place.span.first <= self.place.sample <= sample or self.place.span != known[-1]:
-            self._go(known[-1], 0)
-        while self.place.sample < sample and any(self.place.span.weights):
-            span = self.place.span
-            self._go(span, min(sample, self._earliest_end(span)) - span.first)
-            while self.place.span == span and self.place.sample < sample:
+        if sample < self._start.sample:
+            raise ValueError(f"sample {sample} is before the start {self._start.sample}")
+        if sample < self.place.sample:
+            self._begin()
+        while self.place.sample < sample and not self.place.is_end:
+            self._skip(sample)
+            if self.place.sample < sample:
                 self.take(min(4096, sample - self.place.sample))
 
-    def _go(self, span: Span, steps: int) -> None:
-        """Go to the last place of ``span``, at most ``steps`` after its first sample, whose counts follow from the
-        weights. Stay if the walk is nearer."""
-        periods = max(0, steps) // (sum(span.weights) or 1)
-        here = self.place
-        is_ahead = here.span == span and periods * sum(span.weights) <= sum(here.counts) <= steps
-        if not is_ahead:
-            self.place = Place(span, tuple(weight * periods for weight in span.weights))
+    def _skip(self, sample: int) -> None:
+        """Skip whole rounds of the weights up to ``sample``, as far as no source ends and no stage begins in them."""
+        span, counts = self.place
+        total = sum(span.weights)
+        steps = [sample - span.first, self._next_stage() - 1 - span.first]
+        for weight, before, limit in zip(span.weights, span.before, self.plan.limits, strict=True):
+            if weight and limit:
+                steps.append((limit - before - 1) * total // weight)
+        rounds = min(steps) // total
+        if rounds * total > sum(counts):
+            self.place = Place(span, tuple(weight * rounds for weight in span.weights))
             self._schedule = None
 
-    def _earliest_end(self, span: Span) -> int:
-        """A sample at or before which ``span`` does not end, as far as the limits of sources tell."""
-        total = sum(span.weights)
-        ends = [
-            (limit - before - 1) * total // weight
-            for weight, before, limit in zip(span.weights, span.before, self.plan.limits, strict=True)
-            if weight and limit
-        ]
-        next_stage = self._next_stage(span)
-        lasts = [] if next_stage is None else [next_stage - 1]
-        return min([span.first + max(0, end) for end in ends] + lasts, default=1 << 62)
+    def ends(self) -> list[Place]:
+        """The end of each span so far, and the present place."""
+        pairs = pairwise(self.spans)
+        return [Place(one, tuple(map(int.__sub__, later.before, one.before))) for one, later in pairs] + [self.place]
 
-    def spans_to(self, sample: int) -> list[Place]:
-        """The end of each span before ``sample``, and the place at ``sample`` or at the end of the data before it."""
-        self.seek(sample)
-        ended = [
-            Place(span, tuple(after - before for before, after in zip(span.before, later.before, strict=True)))
-            for span, later in pairwise(self._spans)
-            if later.first <= self.place.span.first
-        ]
-        return [*ended, self.place]
+
+def opened(plan: Plan, sample: int, totals: tuple[int, ...]) -> Place:
+    """The place at the start of a new span."""
+    weights = [weights for first, weights in plan.stages if first <= sample][-1]
+    left = list(weights)
+    for source, (total, limit) in enumerate(zip(totals, plan.limits, strict=True)):
+        if limit and total >= limit:
+            left = [0] * len(left) if plan.stops[source] else left
+            left[source] = 0
+    divisor = math.gcd(*left) or 1
+    return Place(Span(sample, tuple(weight // divisor for weight in left), totals), (0,) * len(left))
 
 
 def _earlier(chosen: npt.NDArray[np.int32]) -> Int64Array:

@@ -22,7 +22,7 @@ from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.infer import completed
 from crius.data.meta import META, TokenMeta
-from crius.data.mixed import MixedSource
+from crius.data.mixed import MOST_EPOCHS, MixedSource
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError, MissingPathError
 from crius.host import Machine
 from crius.interop.initial import INIT_FROM, model_of, open_base, open_initial
@@ -248,7 +248,9 @@ def open_run_data(config: RunConfig, data_parallel_ranks: int, run_dir: Path | N
     batch = run_batch_sizes(config, data_parallel_ranks).total
     end = end_sample(config, corpus, batch)
     if isinstance(corpus.train, MixedSource):
-        told = corpus.train.expected(end or config.training.steps * batch)
+        told = [f"the data of the mixture ends after {end:,} sequences, and so does the run"] if end else []
+        if often := corpus.train.often_read(end or config.training.steps * batch):
+            told.append(f"warning: the run reads {often}; beyond {MOST_EPOCHS} epochs repeats teach little")
         corpus = replace(corpus, description=(*corpus.description, *told))
     if not end:
         return config, corpus

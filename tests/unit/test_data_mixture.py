@@ -110,8 +110,14 @@ def test_any_sample_is_found_with_and_without_the_counts_before_it(name):
     assert taken[: len(rows)] == rows
 
 
+def ends_of(name, sample):
+    walk = Walk(PLANS[name])
+    walk.seek(sample)
+    return walk.ends()
+
+
 def test_a_source_that_ends_leaves_its_share_to_the_others_in_proportion():
-    ends = Walk(PLANS["share"]).spans_to(300)
+    ends = ends_of("share", 300)
     assert [place.span.weights for place in ends] == [(5, 3, 2), (0, 3, 2), (0, 0, 1)]
     assert [place.totals[:2] for place in ends][1:] == [(7, 50), (7, 50)]
     assert ends[-1].sample == 300
@@ -126,7 +132,7 @@ def test_the_data_ends_where_a_source_stops_it():
 
 
 def test_a_stage_begins_at_its_sample_with_new_counts():
-    ends = Walk(PLANS["stages"]).spans_to(200)
+    ends = ends_of("stages", 200)
     firsts = [place.span.first for place in ends]
     assert firsts[:3] == [0, 83, 84]
     assert [place.span.weights for place in ends[:3]] == [(5, 3, 2), (1, 1, 0), (1, 1, 8)]

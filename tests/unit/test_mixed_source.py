@@ -115,4 +115,4 @@ def test_a_run_ends_where_a_source_stops_it(flags):
     end = stopped.train.end_before(1000 * BATCH)
     assert config.training.steps == -(-end // BATCH) < 1000
     assert np.bincount(stopped.train.found(range(end))[0])[2] == size
-    assert any("the data ends after" in line for line in stopped.description)
+    assert any("ends after" in line for line in stopped.description)

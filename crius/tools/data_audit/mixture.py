@@ -5,10 +5,10 @@ from typing import Any
 
 from crius.config.run import RunConfig
 from crius.data.mixed import MixedSource
-from crius.data.mixture import Place, Walk
+from crius.data.mixture import Place, Plan, Walk
 from crius.data.samples import SampleSource
 from crius.errors import ConfigError
-from crius.train.inputs import end_sample, open_run_corpus, run_batch_sizes
+from crius.train.inputs import open_run_corpus, run_batch_sizes
 
 
 def plan_of(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None) -> dict[str, Any]:
@@ -25,35 +25,37 @@ def plan_of(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None) -
     """
     if not config.data.mix:
         raise ConfigError("the run has no mixture.", where="data.mix", fix="give a TOML file with [[data.mix]]")
-    corpus = open_run_corpus(config, data_parallel_ranks, run_dir)
-    source = corpus.train
+    source = open_run_corpus(config, data_parallel_ranks, run_dir).train
     assert isinstance(source, MixedSource)
     batch = run_batch_sizes(config, data_parallel_ranks).total
-    end = end_sample(config, corpus, batch) or config.training.steps * batch
+    walk = Walk(source.plan)
+    walk.seek(config.training.steps * batch)
     sizes = {}
     for name, one in source.sources.items():
-        tokens = one.num_tokens if isinstance(one, SampleSource) else one.num_samples * one.seq_len
-        labels = one.num_targets if isinstance(one, SampleSource) else tokens
+        tokens = one.num_samples * one.seq_len
+        labels = tokens
+        if isinstance(one, SampleSource):
+            tokens = one.num_tokens
+            labels = one.num_targets
         sizes[name] = {"sequences": one.num_samples, "tokens": tokens, "labels": labels}
     spans = [
         {
-            "first_step": place.span.first // batch + 1,
-            "last_step": -(-place.sample // batch),
-            "sources": _sources(source, place),
+            "first_step": end.span.first // batch + 1,
+            "last_step": -(-end.sample // batch),
+            "sources": _sources(source.plan, end),
         }
-        for place in Walk(source.plan).spans_to(end)
-        if sum(place.counts)
+        for end in walk.ends()
+        if sum(end.counts)
     ]
     return {"sizes": sizes, "spans": spans}
 
 
-def _sources(source: MixedSource, place: Place) -> list[dict[str, Any]]:
-    plan = source.plan
-    rows = zip(plan.names, place.span.weights, place.counts, place.totals, plan.sizes, plan.limits, strict=True)
+def _sources(plan: Plan, end: Place) -> list[dict[str, Any]]:
+    rows = zip(plan.names, end.span.weights, end.counts, end.totals, plan.sizes, plan.limits, strict=True)
     return [
         {
             "name": name,
-            "share": weight / sum(place.span.weights),
+            "share": weight / sum(end.span.weights),
             "sequences": count,
             "epochs": total / size,
             "ends": 0 < limit <= total,
@@ -71,7 +73,7 @@ def lines_of(plan: dict[str, Any]) -> list[str]:
     for span in plan["spans"]:
         lines.append(f"steps {span['first_step']:,} to {span['last_step']:,}")
         for one in span["sources"]:
+            share = f"share {one['share']:.4f}, {one['sequences']:,} sequences, {one['epochs']:.2f} epochs"
             end = f", ends in step {span['last_step']:,}" if one["ends"] else ""
-            share = f"share {one['share']:.4f}, {one['sequences']:,} sequences"
-            lines.append(f"  {one['name']:<14} {share}; {one['epochs']:.2f} epochs{end}")
+            lines.append(f"  {one['name']:<14} {share} at the end{end}")
     return lines
