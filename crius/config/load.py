@@ -15,9 +15,8 @@ from typing import Any
 
 from crius import plugins
 from crius.config.arguments import Argument, Arguments
-from crius.config.data import check_source
+from crius.config.data import ONE_CORPUS, TABLES, check_source, table_text, tables_of
 from crius.config.layout import spread_layout, spread_microbatches
-from crius.config.mixture import ONE_CORPUS, TABLES, table_text, tables_of
 from crius.config.names import did_you_mean, refused_value, unknown
 from crius.config.other_trainers import ALIASES
 from crius.config.toml_file import COMMAND_LINE_ONLY, other_format, takes, toml_table, wrong_kind

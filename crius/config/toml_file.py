@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import tomli_w
 
 from crius.config.arguments import alternatives, choices_of, in_words
-from crius.config.mixture import TABLES, tables_of
+from crius.config.data import TABLES, tables_of
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.redact import HIDDEN, redact_value

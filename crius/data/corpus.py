@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
-from crius.config.mixture import read_entry
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig, read_entry
 from crius.data.cache import open_cached
-from crius.data.checked import WHOLE_BYTES
-from crius.data.mixed import MixedSource, mixed_source
+from crius.data.mixture import MixedSource, mixed_source
 from crius.data.rows import left_out
 from crius.data.samples import SampleSource, open_samples
 from crius.data.source import NO_LABEL, Boundary, HeldOut, TokenSource
@@ -96,7 +94,7 @@ def open_corpus(
             tok=tok,
             boundary=boundary,
             global_batch_size=1 if data.mix else global_batch_size,
-            whole_bytes=WHOLE_BYTES // max(1, len(data.mix)),
+            num_folders=max(1, len(data.mix)),
             seq_len=seq_len,
             vocab_size=vocab_size,
             seed=seed,
@@ -120,17 +118,17 @@ def _open_one(
     tokenizer: TokenizerConfig,
     tok: Tokenizer,
     boundary: Boundary,
-    whole_bytes: int,
+    num_folders: int,
     global_batch_size: int,
     seq_len: int,
     vocab_size: int,
     seed: int,
 ) -> Opened:
     """The data of one local corpus; see ``open_corpus``."""
-    file = _token_file(data, tokenizer, tok, vocab_size, "--data.path", whole_bytes)
+    file = _token_file(data, tokenizer, tok, vocab_size, "--data.path", num_folders)
     sets = validation.sets if validation.interval > 0 else {}
     held_files = {
-        name: _token_file(replace(data, path=paths), tokenizer, tok, vocab_size, "--validation.path", whole_bytes)
+        name: _token_file(replace(data, path=paths), tokenizer, tok, vocab_size, "--validation.path", num_folders)
         if paths
         else file
         for name, paths in sets.items()
@@ -244,7 +242,7 @@ def _check_fraction(validation: ValidationConfig) -> None:
 
 
 def _token_file(
-    data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab_size: int, flag: str, whole_bytes: int
+    data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab_size: int, flag: str, num_folders: int
 ) -> TokenFile:
     if data.source != "tokens":
         file = open_cached(data, config, tok, flag=flag)
@@ -255,7 +253,7 @@ def _token_file(
                 where=flag,
                 fix=f"{flag} FOLDER, written by crius data prepare",
             )
-        file = TokenFile(Path(data.path[0]).expanduser(), whole_bytes=whole_bytes)
+        file = TokenFile(Path(data.path[0]).expanduser(), num_folders=num_folders)
         if file.meta.is_chat != (data.format == "chat"):
             there, other = ("conversations", "chat") if file.meta.is_chat else ("documents", "documents")
             raise DataError(

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crius.config.data import DataConfig
-from crius.config.mixture import read_entry, table_text, tables_of
+from crius.config.data import DataConfig, read_entry, table_text, tables_of
 from crius.data.chat.conversations import LISTS, PAIRS
 from crius.data.documents import find_files, matches
 from crius.data.meta import META, TokenMeta

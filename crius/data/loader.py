@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crius.data.mixed import MixedSource
-from crius.data.mixture import Place
+from crius.data.mixture import MixedSource, Place
 from crius.data.source import HeldOut, Rows, TokenSource, padding_rows
 from crius.errors import ConfigError, DataError
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX

@@ -45,13 +45,13 @@ _log = logging.getLogger("crius.data")
 class TokenFile:
     """A token folder, opened read-only and checked against its hashes.
 
-    A file with less than ``whole_bytes`` is checked here. For a larger file, call ``check`` or ``documents_between``
-    before its bytes are used.
+    A file with less than ``WHOLE_BYTES // num_folders`` is checked here. For a larger file, call ``check`` or
+    ``documents_between`` before its bytes are used.
 
     Args:
         folder: path of the folder.
         fix: remedy for a damaged file, for messages.
-        whole_bytes: see there.
+        num_folders: folders that a run reads together.
 
     Attributes:
         folder: path of the folder.
@@ -65,9 +65,9 @@ class TokenFile:
         DataError: a file is missing, has another size than in meta.json, or does not match its hashes.
     """
 
-    def __init__(self, folder: Path, fix: str = PREPARE, whole_bytes: int = WHOLE_BYTES) -> None:
+    def __init__(self, folder: Path, fix: str = PREPARE, num_folders: int = 1) -> None:
         self.folder = folder
-        self._whole_bytes = whole_bytes
+        self._num_folders = num_folders
         self._fix = fix
         self.meta = TokenMeta.from_file(folder / META)
         if self.meta.num_tokens < 1 or self.meta.num_documents < 1:
@@ -79,7 +79,7 @@ class TokenFile:
         if self.meta.is_chat:
             self.targets = self._map(TARGETS, np.dtype("u1"), self.meta.num_tokens)
         self._checked = self._hold_against_hashes()
-        if self.documents.nbytes < whole_bytes:
+        if self.documents.nbytes < WHOLE_BYTES // num_folders:
             starts = self.documents
             if starts[0] != 0 or starts[-1] >= len(self.tokens) or (starts[1:] <= starts[:-1]).any():
                 raise self.disorder()
@@ -159,7 +159,7 @@ class TokenFile:
                 part,
                 self.meta.block_bytes,
                 self._fix,
-                self._whole_bytes,
+                self._num_folders,
             )
             for (name, content), part in zip(contents.items(), parts, strict=True)
         }

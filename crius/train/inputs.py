@@ -22,7 +22,7 @@ from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
 from crius.data.infer import completed
 from crius.data.meta import META, TokenMeta
-from crius.data.mixed import MOST_EPOCHS, MixedSource
+from crius.data.mixture import MOST_EPOCHS, MixedSource
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError, MissingPathError
 from crius.host import Machine
 from crius.interop.initial import INIT_FROM, model_of, open_base, open_initial

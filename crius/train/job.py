@@ -18,7 +18,7 @@ from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown, to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
-from crius.data.mixed import MixedSource
+from crius.data.mixture import MixedSource
 from crius.data.rows import BAD_ROWS
 from crius.data.sample_log import Attempt, SampleLog, log_mixture, next_attempt, source_digest
 from crius.data.show import preview
@@ -48,9 +48,8 @@ from crius.train.effects import EffectWatch
 from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
 from crius.train.loop import Loop, Preempted, Validation
-from crius.train.mixture import MixtureReport
 from crius.train.pretrained import load_initial
-from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
+from crius.train.reports import Meter, MixtureReport, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
 from crius.train.setup import (
@@ -227,15 +226,9 @@ def assemble(
     guard = UpdateGuard(
         config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies, after_update
     )
-    loads = None
-    if job.facts.num_experts:
-        advice = config.moe.advice(getattr(job.facts.config, "router_bias", False)) if ranks.rank == 0 else ""
-        loads = ExpertLoads(job.facts, after_update.take_totals, ranks.device, advice=advice)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     meter = Meter(job.facts.flops_per_token(config.training.seq_len), peak, ranks)
-    mixture = None
-    if isinstance(corpus.train, MixedSource):
-        mixture = MixtureReport(corpus.train, loader, built.parts, ranks, mesh.layout)
+    is_mixed = isinstance(corpus.train, MixedSource)
     return Loop(
         config=config,
         layout=mesh.layout,
@@ -248,12 +241,20 @@ def assemble(
         guard=guard,
         validation=_validation(job, corpus),
         world=ranks,
-        mixture=mixture,
+        mixture=MixtureReport(loader, built.parts, ranks, mesh.layout) if is_mixed else None,
         ledger=ledger,
-        reports=StepReports(meter, ledger, guard, loads),
+        reports=StepReports(meter, ledger, guard, _loads(job, after_update)),
         after_step=[functools.partial(_after_step, job, built, watch)],
         profiler=profiler(config.profiler, run_dir, ranks.rank, ranks.device.type),
     )
+
+
+def _loads(job: Job, after_update: AfterUpdate) -> ExpertLoads | None:
+    if not job.facts.num_experts:
+        return None
+    has_bias = getattr(job.facts.config, "router_bias", False)
+    advice = job.config.moe.advice(has_bias) if job.ranks.rank == 0 else ""
+    return ExpertLoads(job.facts, after_update.take_totals, job.ranks.device, advice=advice)
 
 
 def _to_the_end(loop: Loop, checkpoints: Checkpoints) -> Loop:

@@ -25,8 +25,7 @@ from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.train.checkpoints import Checkpoints
 from crius.train.guard import UpdateGuard
-from crius.train.mixture import MixtureReport
-from crius.train.reports import StepReports
+from crius.train.reports import MixtureReport, StepReports
 from crius.train.sdc import SdcCheck
 from crius.train.state import TrainState
 from crius.train.step import Runner, evaluate, largest_loss, train_step

@@ -12,21 +12,26 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from crius.config.layout import Layout
+from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader
+from crius.data.mixture import MixedSource
 from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.device import peak_memory
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Record, Sink, StepMetrics, ValidationMetrics
+from crius.models.layers import loss_of
 from crius.parallel.runtime import World
 from crius.run_file import open_log, write_run_file
+from crius.shards import local_tensor
 from crius.train.guard import UpdateGuard
 from crius.train.state import TrainState
 from crius.train.step import Late
@@ -283,6 +288,67 @@ class StepReports:
                 return
             self.meter.wait(self._clock.lap())
             self._write_next()
+
+
+class MixtureReport:
+    """What the sources of a mixture give, and what the model makes of them.
+
+    Args:
+        loader: loader of a mixture.
+        parts: this rank's stages of the model, whose losses of tokens are noted.
+        world: all ranks.
+        layout: the degrees, so that tokens that several ranks have count once.
+    """
+
+    def __init__(self, loader: BatchLoader, parts: Sequence[nn.Module], world: World, layout: Layout) -> None:
+        assert isinstance(loader.source, MixedSource)
+        self._plan = loader.source.plan
+        self._loader = loader
+        self._world = world
+        self._layout = layout
+        self._noted: list[Tensor] = []
+        for part in parts:
+            if not isinstance(part.output, nn.Identity):
+                loss = loss_of(part)
+                loss.note = self._noted.append
+                loss.chunks = loss.chunks and replace(loss.chunks, note=loss.note)
+
+    def begin(self) -> None:
+        """Call before the forward pass of a step."""
+        self._noted.clear()
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """Mean loss of the tokens of each source in the step, float64 scalars, the same on all ranks; -1 without any.
+
+        One small sum over all ranks.
+
+        Args:
+            batch: the batch of the step, as the model got it.
+        """
+        number = len(self._plan.names)
+        device = batch.labels_BT.device
+        counts = (batch.labels_BT != IGNORE_INDEX).sum(1).double() / (self._layout.tp * self._layout.pp)
+        losses = torch.zeros_like(counts)
+        if self._noted:  # in the order of the rows
+            tokens = torch.cat([local_tensor(noted) for noted in self._noted])
+            losses = tokens.view(len(batch), -1).sum(1, dtype=torch.float64) / self._layout.tp
+        assert self._loader.mixed is not None
+        chosen = [self._loader.mixed.sources.get(sample, 0) for sample in batch.sample_ids]
+        sums = torch.zeros(2, number, dtype=torch.float64, device=device)
+        sums.index_add_(1, torch.tensor(chosen, device=device), torch.stack((losses, counts)))
+        total, tokens = self._world.sum(sums)
+        means = torch.where(tokens > 0, total / tokens.clamp(min=1), -1.0)
+        return {f"loss/{name}": mean for name, mean in zip(self._plan.names, means.unbind(), strict=True)}
+
+    def shares(self) -> dict[str, float]:
+        """Share of each source in all sequences so far, and its epochs, after the newest batch."""
+        assert self._loader.mixed is not None
+        place = self._loader.mixed.place
+        found: dict[str, float] = {}
+        for name, total, size in zip(self._plan.names, place.totals, self._plan.sizes, strict=True):
+            found[f"share/{name}"] = total / sum(place.totals)
+            found[f"epochs/{name}"] = total / size
+        return found
 
 
 ATTEMPTS = "attempts.json"

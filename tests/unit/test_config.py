@@ -42,6 +42,7 @@ VERBS = (
     "completion",
     "data prepare",
     "data show",
+    "data mix show",
     "data audit",
     "data doctor",
     "data tokenizer",
@@ -472,7 +473,7 @@ def test_no_released_flag_disappears(crius, monkeypatch):
         for verb in VERBS
         for flag in flags_of(crius, monkeypatch, *verb.split())
         if not (
-            verb.startswith(("verify", "bench", "plan", "doctor", "data show", "config explain")) and "." in flag
+            verb.startswith(("verify", "bench", "plan", "doctor", "data show", "data mix", "config explain")) and "." in flag
         )  # those of train
     )
     assert released == sorted(set(released))

@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from crius.config.data import DENOMINATOR, integers
 
-from crius.config.mixture import DENOMINATOR, integers
 from crius.data.mixture import Plan, Schedule, Walk
 from crius.errors import DataError
 

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from crius.config.run import RunConfig
-from crius.data.mixed import MixedSource
-from crius.data.mixture import Place, Plan, Walk
+from crius.data.mixture import MixedSource, Place, Plan, Walk
 from crius.data.samples import SampleSource
 from crius.errors import ConfigError
 from crius.train.inputs import open_run_corpus, run_batch_sizes
