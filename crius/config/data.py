@@ -232,12 +232,6 @@ class MixEntry:
     epochs: float | None = None
     on_end: OnEnd = "repeat"
 
-    @property
-    def share(self) -> tuple[str, float]:
-        """The key that gives the share, and its number; an empty key if there is none."""
-        given = [(kind, getattr(self, kind)) for kind in KINDS if getattr(self, kind) is not None]
-        return given[0] if len(given) == 1 else ("", 0)
-
     def corpus(self, data: DataConfig) -> DataConfig:
         """The section of this source alone."""
         return replace(
@@ -333,16 +327,13 @@ def sums_up(weights: Iterable[float]) -> bool:
 
 
 def integers(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """Integers in the ratio of ``shares``, without a common divisor. If their sum is above ``DENOMINATOR``, they are
-    rounded to that sum by largest remainder; a positive share gets at least 1.
+    """Integers in the ratio of ``shares``, without a common divisor. If their sum is above ``DENOMINATOR``, each is
+    rounded to a share of about that sum; a positive share gets at least 1.
     """
     common = math.lcm(*(share.denominator for share in shares))
-    exact = [int(share * common) for share in shares]
-    total = sum(exact)
-    if total // math.gcd(*exact) > DENOMINATOR:
-        floors = [max(number * DENOMINATOR // total, int(number > 0)) for number in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda one: (-(exact[one] * DENOMINATOR % total), one))
-        missing = max(0, DENOMINATOR - sum(floors))
-        exact = [floor + int(place in by_remainder[:missing]) for place, floor in enumerate(floors)]
-    divisor = math.gcd(*exact)
-    return tuple(number // divisor for number in exact)
+    numbers = [int(share * common) for share in shares]
+    divisor = math.gcd(*numbers)
+    total = sum(numbers)
+    if total // divisor > DENOMINATOR:
+        return tuple(number and max(1, number * DENOMINATOR // total) for number in numbers)
+    return tuple(number // divisor for number in numbers)

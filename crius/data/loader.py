@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crius.data.mixture import MixedSource, Place
+from crius.data.mixture import MixedSource
 from crius.data.source import HeldOut, Rows, TokenSource, padding_rows
 from crius.errors import ConfigError, DataError
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
@@ -124,22 +124,9 @@ class LoaderState(TypedDict):
     mixture: NotRequired[dict[str, list[int]]]
 
 
-class Mixed(NamedTuple):
-    """What a batch of a mixture consists of.
-
-    Attributes:
-        sources: number of the source of each sample of this rank, by sample id; padding has none.
-        place: the place in the mixture after the batch.
-    """
-
-    sources: dict[int, int]
-    place: Place
-
-
 class _Prepared(NamedTuple):
     batch: Batch
     cursors: dict[int, list[int]]
-    mixed: Mixed | None
 
 
 class BatchLoader:
@@ -157,7 +144,7 @@ class BatchLoader:
 
     Attributes:
         step: number of steps whose batch was handed out.
-        mixed: what the last of them consists of; None without a mixture, or before the first.
+        next_sample: first sample after them.
 
     Raises:
         ConfigError: the number of ranks does not divide the batch or the shards.
@@ -188,13 +175,12 @@ class BatchLoader:
         self._prefetch = prefetch
         self._pin_memory = pin_memory
         self._most_documents = most_documents
-        self._next_sample: int
+        self.next_sample: int
         self._begin_at(start_step, self._ended(start_step * global_batch_size))
         self._cursors = source.cursors(self._shards)
         self._is_placed = False  # by the cursors of a state; those of this rank alone may all be at their start
         self._prefetcher: _Prefetcher | None = None
         self._closed = False
-        self.mixed: Mixed | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -212,19 +198,18 @@ class BatchLoader:
             self._prefetcher = self._start()
         prepared = self._prefetcher.get()
         self.step += 1
-        self._next_sample = self._ended(self._next_sample + self.global_batch_size)
+        self.next_sample = self._ended(self.next_sample + self.global_batch_size)
         self._cursors = prepared.cursors
-        self.mixed = prepared.mixed
         return prepared.batch
 
     @property
     def steps_left(self) -> int:
         """Batches until ``end_sample``; 0 if there is no end."""
-        return -(-max(0, self.end_sample - self._next_sample) // self.global_batch_size)
+        return -(-max(0, self.end_sample - self.next_sample) // self.global_batch_size)
 
     def _begin_at(self, step: int, sample: int) -> None:
         self.step = step
-        self._next_sample = sample
+        self.next_sample = sample
         self._since = [step, sample, self.global_batch_size, self.end_sample]
 
     def _ended(self, sample: int) -> int:
@@ -240,14 +225,13 @@ class BatchLoader:
         cursors = {str(shard): list(cursor) for shard, cursor in self._cursors.items()}
         state = LoaderState(
             step=self.step,
-            next_sample=self._next_sample,
+            next_sample=self.next_sample,
             source=self.source.identity,
             cursors=cursors,
             since=self._since,
         )
         if isinstance(self.source, MixedSource):
-            place = self.mixed.place if self.mixed else self.source.place(self._next_sample)
-            state["mixture"] = self.source.state(place)
+            state["mixture"] = self.source.state(self.source.place(self.next_sample))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,25 +264,23 @@ class BatchLoader:
             self._since = state["since"]
         self._is_placed = any(map(any, saved.values()))
         self.source.restore({shard: saved[shard] for shard in self._shards})
-        self.mixed = None
         if isinstance(self.source, MixedSource):
-            self.source.resume(state.get("mixture", {}), self._next_sample, self._since)
+            self.source.resume(state.get("mixture", {}), self.next_sample, self._since)
         self._cursors = self.source.cursors(self._shards)
 
     def start_at(self, step: int) -> None:
         """Continue after ``step`` steps of the current batch size, if there is no state. Not for a stream."""
         self._stop(timeout=None)
-        self.mixed = None
         self._begin_at(step, self._ended(step * self.global_batch_size))
 
     def _start(self) -> "_Prefetcher":
-        if self._shards and self._next_sample and not self._is_placed:
+        if self._shards and self.next_sample and not self._is_placed:
             raise DataError(
                 f"step {self.step} of a stream cannot be found without its cursors.",
                 why="a stream can be read from the start, or from the data state of a checkpoint",
                 fix="load the data state of the checkpoint",
             )
-        next_sample = self._next_sample
+        next_sample = self.next_sample
         ahead: deque[Rows] = deque()
 
         def prepare() -> _Prepared:
@@ -313,12 +295,7 @@ class BatchLoader:
                 absent = [~number for number in mine[len(there) :]]
                 batch = _padded(self.source, there, absent, self._most_documents)
             next_sample += self.global_batch_size
-            mixed = None
-            if isinstance(self.source, MixedSource):
-                chosen = dict(zip(there, self.source.found(there)[0].tolist(), strict=True))
-                mixed = Mixed(chosen, self.source.place(self._ended(next_sample)))
-            pinned = batch.pin_memory() if self._pin_memory else batch
-            return _Prepared(pinned, self.source.cursors(self._shards), mixed)
+            return _Prepared(batch.pin_memory() if self._pin_memory else batch, self.source.cursors(self._shards))
 
         return _Prefetcher(prepare, self._prefetch)
 

@@ -187,7 +187,10 @@ class Walk:
         count = min(count, stage - self.place.sample)
         totals = np.array(self.place.totals)
         chosen = self._chosen(count)
-        numbers = totals[chosen] + _earlier(chosen)
+        numbers = np.empty(count, dtype=np.int64)
+        for source in np.unique(chosen):
+            places = np.flatnonzero(chosen == source)
+            numbers[places] = np.arange(totals[source], totals[source] + len(places))
         limits = self._limits[chosen]
         used_up = np.flatnonzero((limits > 0) & (numbers + 1 >= limits))
         if used_up.size:
@@ -259,23 +262,13 @@ def opened(plan: Plan, sample: int, totals: tuple[int, ...]) -> Place:
     return Place(Span(sample, tuple(weight // divisor for weight in left), totals), (0,) * len(left))
 
 
-def _earlier(chosen: npt.NDArray[np.int32]) -> Int64Array:
-    """How often the source of each place was chosen before it."""
-    order = np.argsort(chosen, kind="stable")
-    ordered = chosen[order]
-    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    earlier = np.empty(len(chosen), dtype=np.int64)
-    earlier[order] = np.arange(len(chosen)) - np.repeat(starts, np.diff(np.append(starts, len(chosen))))
-    return earlier
-
-
 BLOCK = 1024
 """Samples that are chosen at a time."""
 
 MOST_EPOCHS = 4
 """Epochs up to which repeated data is worth nearly as much as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
 
-_KEPT = 4  # blocks
+_KEPT = 64  # blocks: what is prepared ahead, and what is reported, is among them
 
 Stages = tuple[tuple[int, tuple[int, ...]], ...]
 """First step, from 1, and integer weights of each stage, ascending; the first stage begins at step 1."""
@@ -511,9 +504,9 @@ def mixed_source(
 
 
 def _share(entry: MixEntry, size: int, seq_len: int) -> Fraction:
-    kind, number = entry.share
-    unit = {"weight": Fraction(1), "tokens": Fraction(1, seq_len), "epochs": Fraction(size)}
-    return exact(number) * unit[kind]
+    if entry.tokens:
+        return exact(entry.tokens) / seq_len
+    return exact(entry.epochs) * size if entry.epochs else exact(entry.weight or 1)
 
 
 def _in_samples(stages: Stages, since: Sequence[int]) -> Stages:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,7 +101,7 @@ class SampleLog:
             loss = "crius data audit will miss steps"
             self._file = RunFile(samples_path(run_dir, rank), _log.warning, loss, head=_line(asdict(start)))
 
-    def write(self, step: int, sample_ids: Sequence[int], sources: Mapping[int, int] | None = None) -> None:
+    def write(self, step: int, sample_ids: Sequence[int], sources: Sequence[int] | None = None) -> None:
         """Record that ``step`` is done and that this rank trained on ``sample_ids`` in it, in any order.
 
         ``sources`` has the number of the source of each sample, in a mixture.
@@ -111,7 +111,8 @@ class SampleLog:
             ids = [[part.start, part.stop, part.step] for part in to_ranges(there)]
             record = {"attempt": self._attempt, "step": step, "ids": ids}
             if sources is not None:
-                record["mix"] = dict(sorted(Counter(sources[number] for number in there).items()))
+                pairs = zip(sample_ids, sources, strict=True)
+                record["mix"] = dict(sorted(Counter(source for number, source in pairs if number >= 0).items()))
             self._file.append(_line(record))
 
     def close(self) -> None:

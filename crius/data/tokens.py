@@ -224,8 +224,8 @@ class Windows(NamedTuple):
         return Windows(
             self.first[first:end],
             self.labels[first:end],
-            _part(*self.begins, first, end),
-            _part(*self.ends, first, end),
+            _part(self.begins, first, end),
+            _part(self.ends, first, end),
         )
 
 
@@ -242,21 +242,20 @@ def merged(parts: Sequence[tuple[Int64Array, Windows]], batch: int) -> Windows:
     for rows, part in parts:
         first[rows] = part.first
         labels[rows] = part.labels
-    begins = _in_order([(rows[part.begins[0]], part.begins[1]) for rows, part in parts])
-    ends = _in_order([(rows[part.ends[0]], part.ends[1]) for rows, part in parts])
+    begins = _joined((rows[part.begins[0]], part.begins[1]) for rows, part in parts)
+    ends = _joined((rows[part.ends[0]], part.ends[1]) for rows, part in parts)
     return Windows(first, labels, begins, ends)
 
 
-def _part(rows: Int64Array, columns: Int64Array, first: int, end: int) -> tuple[Int64Array, Int64Array]:
-    inside = slice(*np.searchsorted(rows, (first, end)))
+def _part(places: tuple[Int64Array, Int64Array], first: int, end: int) -> tuple[Int64Array, Int64Array]:
+    rows, columns = places
+    inside = (rows >= first) & (rows < end)
     return rows[inside] - first, columns[inside]
 
 
-def _in_order(places: Sequence[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
-    rows = np.concatenate([rows for rows, _ in places])
-    columns = np.concatenate([columns for _, columns in places])
-    order = np.argsort(rows, kind="stable")
-    return rows[order], columns[order]
+def _joined(places: Iterable[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
+    rows, columns = zip(*places, strict=True)
+    return np.concatenate(rows), np.concatenate(columns)
 
 
 class IndexedSource:

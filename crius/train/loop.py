@@ -274,7 +274,7 @@ class Loop:
         state.step = step
         state.tokens = state.tokens + tokens
         if self.samples:
-            self.samples.write(step, batch.sample_ids, self.loader.mixed.sources if self.loader.mixed else None)
+            self.samples.write(step, batch.sample_ids, self.mixture.sources(batch) if self.mixture else None)
         loads = self.reports.loads(tokens)
         self.reports.count(step, tokens, started, data_seconds)
         if is_reported:

@@ -302,6 +302,7 @@ class MixtureReport:
 
     def __init__(self, loader: BatchLoader, parts: Sequence[nn.Module], world: World, layout: Layout) -> None:
         assert isinstance(loader.source, MixedSource)
+        self._source = loader.source
         self._plan = loader.source.plan
         self._loader = loader
         self._world = world
@@ -312,6 +313,12 @@ class MixtureReport:
                 loss = loss_of(part)
                 loss.note = self._noted.append
                 loss.chunks = loss.chunks and replace(loss.chunks, note=loss.note)
+
+    def sources(self, batch: Batch) -> list[int]:
+        """Number of the source of each row; of padding, any number."""
+        there = [sample for sample in batch.sample_ids if sample >= 0]
+        chosen = dict(zip(there, self._source.found(there)[0].tolist(), strict=True))
+        return [chosen.get(sample, 0) for sample in batch.sample_ids]
 
     def begin(self) -> None:
         """Call before the forward pass of a step."""
@@ -332,18 +339,16 @@ class MixtureReport:
         if self._noted:  # in the order of the rows
             tokens = torch.cat([local_tensor(noted) for noted in self._noted])
             losses = tokens.view(len(batch), -1).sum(1, dtype=torch.float64) / self._layout.tp
-        assert self._loader.mixed is not None
-        chosen = [self._loader.mixed.sources.get(sample, 0) for sample in batch.sample_ids]
+        rows = torch.tensor(self.sources(batch), device=device)
         sums = torch.zeros(2, number, dtype=torch.float64, device=device)
-        sums.index_add_(1, torch.tensor(chosen, device=device), torch.stack((losses, counts)))
+        sums.index_add_(1, rows, torch.stack((losses, counts)))
         total, tokens = self._world.sum(sums)
         means = torch.where(tokens > 0, total / tokens.clamp(min=1), -1.0)
         return {f"loss/{name}": mean for name, mean in zip(self._plan.names, means.unbind(), strict=True)}
 
     def shares(self) -> dict[str, float]:
         """Share of each source in all sequences so far, and its epochs, after the newest batch."""
-        assert self._loader.mixed is not None
-        place = self._loader.mixed.place
+        place = self._source.place(self._loader.next_sample)
         found: dict[str, float] = {}
         for name, total, size in zip(self._plan.names, place.totals, self._plan.sizes, strict=True):
             found[f"share/{name}"] = total / sum(place.totals)

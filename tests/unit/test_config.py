@@ -473,7 +473,8 @@ def test_no_released_flag_disappears(crius, monkeypatch):
         for verb in VERBS
         for flag in flags_of(crius, monkeypatch, *verb.split())
         if not (
-            verb.startswith(("verify", "bench", "plan", "doctor", "data show", "data mix", "config explain")) and "." in flag
+            verb.startswith(("verify", "bench", "plan", "doctor", "data show", "data mix", "config explain"))
+            and "." in flag
         )  # those of train
     )
     assert released == sorted(set(released))
