@@ -249,7 +249,11 @@ def mixture_entries_are_right(facts: Facts) -> Violations:
         except ValueError as error:
             yield ConfigError(f"entry {number} of data.mix {error}.", where=where, fix=_EXAMPLE)
             continue
-        problems = [*_name_problems(entry, names), *_data_problems(entry, paths), *_share_problems(entry, needs_share)]
+        problems = [
+            *_name_problems(entry, names),
+            *_data_problems(entry, paths, facts.is_dry),
+            *_share_problems(entry, needs_share),
+        ]
         for what, why, fix in problems:
             yield ConfigError(f"{entry.name or f'entry {number}'} of data.mix {what}.", where=where, why=why, fix=fix)
         names.append(entry.name)
@@ -266,7 +270,7 @@ def _name_problems(entry: MixEntry, names: Sequence[str]) -> Iterator[_Problem]:
         yield "has the name of an earlier entry", "reports would mix them up", f'name = "{entry.name}2"'
 
 
-def _data_problems(entry: MixEntry, paths: dict[str, str]) -> Iterator[_Problem]:
+def _data_problems(entry: MixEntry, paths: dict[str, str], is_dry: bool) -> Iterator[_Problem]:
     """Errors in source and paths; ``paths`` are those of earlier entries, with their names."""
     if entry.source == "huggingface":
         why = "the sizes of all sources must be known before the run"
@@ -280,7 +284,7 @@ def _data_problems(entry: MixEntry, paths: dict[str, str]) -> Iterator[_Problem]
         yield "has no path", "", 'path = "FILE or FOLDER"'
     for path in entry.path:
         expanded = os.path.expanduser(path)
-        if not glob.glob(expanded):
+        if not is_dry and not glob.glob(expanded):
             yield f"has path {path}, which does not exist", "", "correct the path, or leave the entry out"
         other = paths.setdefault(os.path.realpath(expanded), entry.name)
         if other != entry.name:

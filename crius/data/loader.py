@@ -6,6 +6,7 @@ shard is read by two ranks. A run over whole epochs has a last sample; its last 
 labels.
 """
 
+import contextlib
 import logging
 import math
 from collections import deque
@@ -310,9 +311,10 @@ class BatchLoader:
         if not isinstance(self.source, MixedSource):
             return [self.source.read(mine)]
         number = max(1, _AHEAD // (len(mine) * self.source.seq_len))
-        if self.end_sample:
-            number = max(1, min(number, (self.end_sample - first) // self.global_batch_size))
-        return self.source.read_steps([self._ids(first + step * self.global_batch_size) for step in range(number)])
+        steps = [self._ids(first + step * self.global_batch_size) for step in range(number)]
+        with contextlib.suppress(DataError):  # in a step that may never be reached
+            return self.source.read_steps(steps)
+        return self.source.read_steps(steps[:1])
 
     def _stop(self, timeout: float | None) -> None:
         if self._prefetcher is not None:

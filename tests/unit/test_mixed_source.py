@@ -115,4 +115,6 @@ def test_a_run_ends_where_a_source_stops_it(flags):
     end = stopped.train.end_before(1000 * BATCH)
     assert config.training.steps == -(-end // BATCH) < 1000
     assert np.bincount(stopped.train.found(range(end))[0])[2] == size
+    loader = BatchLoader(stopped.train, global_batch_size=BATCH, rank=0, num_ranks=1, prefetch=0)
+    assert len(list(islice(loader, end // BATCH))) == end // BATCH, "what is read ahead may lie beyond the end"
     assert any("ends after" in line for line in stopped.description)
