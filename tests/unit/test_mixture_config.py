@@ -7,6 +7,7 @@ import pytest
 from mixture_samples import mixture_flags
 
 from crius import cli
+from crius.cli.from_python import check_arguments, words_of
 from crius.cli.settings import config_of, run_of
 from crius.config.changes import changes, kind_of
 from crius.config.toml_file import differences, flatten, to_toml
@@ -34,6 +35,14 @@ def test_a_mixture_survives_run_toml_and_flags(flags, tmp_path):
     assert "data.mix" not in differences(run, again) and "data.stage" not in differences(run, again)
     spaced = [part for text in run.data.mix for part in ("--data.mix", text.replace(": ", " :  "))]
     assert run_of(*flags, *spaced).data.mix == run.data.mix, "one spelling"
+
+
+def test_python_takes_the_tables_of_a_mixture(flags, tmp_path):
+    run = run_of(*flags)
+    tables = {"data.mix": list(map(json.loads, run.data.mix)), "data.stage": list(map(json.loads, run.data.stage))}
+    check_arguments(tables, ())
+    assert run_of(*words_of(tables, "llama3_debug", tmp_path)).data.mix == run.data.mix
+    assert run_of(*words_of(run, "", tmp_path)).data == run.data
 
 
 def test_a_mixture_replaces_the_data_of_a_recipe(flags):
