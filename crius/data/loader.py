@@ -9,7 +9,6 @@ labels.
 import contextlib
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -28,7 +27,8 @@ from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 
 _log = logging.getLogger("crius.data")
 
-_AHEAD = 1 << 19  # tokens of a mixture that are read together
+_AHEAD = 256  # sequences of a mixture that are read together, and their tokens
+_AHEAD_TOKENS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -282,16 +282,18 @@ class BatchLoader:
                 fix="load the data state of the checkpoint",
             )
         next_sample = self.next_sample
-        ahead: deque[Rows] = deque()
+        ahead: Iterator[Rows] = iter(())
 
         def prepare() -> _Prepared:
-            nonlocal next_sample
+            nonlocal next_sample, ahead
             mine = self._ids(next_sample)
             there = [number for number in mine if not self.end_sample or number < self.end_sample]
             if len(there) == len(mine):
-                if not ahead:
-                    ahead.extend(self._read_ahead(next_sample))
-                batch = _batch(ahead.popleft(), mine, self._most_documents)
+                rows = next(ahead, None)
+                if rows is None:
+                    ahead = self._read_ahead(next_sample)
+                    rows = next(ahead)
+                batch = _batch(rows, mine, self._most_documents)
             else:
                 absent = [~number for number in mine[len(there) :]]
                 batch = _padded(self.source, there, absent, self._most_documents)
@@ -304,13 +306,13 @@ class BatchLoader:
         """This rank's samples of the step whose first sample is ``first``."""
         return range(first + (self.rank - first) % self.num_ranks, first + self.global_batch_size, self.num_ranks)
 
-    def _read_ahead(self, first: int) -> list[Rows]:
+    def _read_ahead(self, first: int) -> Iterator[Rows]:
         """The sequences of the step whose first sample is ``first``; of a mixture also of the next steps, because a
         call of one of its sources takes about as long for many sequences as for few."""
         mine = self._ids(first)
         if not isinstance(self.source, MixedSource):
-            return [self.source.read(mine)]
-        number = max(1, _AHEAD // (len(mine) * self.source.seq_len))
+            return iter([self.source.read(mine)])
+        number = max(1, min(_AHEAD, _AHEAD_TOKENS // self.source.seq_len) // len(mine))
         steps = [self._ids(first + step * self.global_batch_size) for step in range(number)]
         with contextlib.suppress(DataError):  # in a step that may never be reached
             return self.source.read_steps(steps)

@@ -15,7 +15,7 @@ import heapq
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from threading import Lock
@@ -338,10 +338,12 @@ class MixedSource:
         Raises:
             DataError: the data is damaged, or has ended.
         """
-        return self.read_steps([sample_ids])[0]
+        return next(self.read_steps([sample_ids]))
 
-    def read_steps(self, steps: Sequence[Sequence[int]]) -> list[Rows]:
-        """``read`` for each of ``steps``, together: a source takes about as long for many sequences as for few."""
+    def read_steps(self, steps: Sequence[Sequence[int]]) -> Iterator[Rows]:
+        """``read`` for each of ``steps``, together: a source takes about as long for many sequences as for few. The
+        rows of a step are made when they are asked for, while their memory is in the cache.
+        """
         sources, numbers = self.found([sample for step in steps for sample in step])
         windows: list[tuple[Int64Array, Windows]] = []
         others: list[tuple[Int64Array, Rows]] = []
@@ -351,22 +353,23 @@ class MixedSource:
             own = numbers[places].tolist()
             if isinstance(reader, IndexedSource):
                 windows.append((places, reader.stored(own)))
-                boundary = reader.boundary
             else:
                 others.append((places, reader.read(own)))
-        stored = merged(windows, len(sources)) if windows else None
-        batches = []
+        return self._rows(steps, merged(windows, len(sources)) if windows else None, others)
+
+    def _rows(
+        self, steps: Sequence[Sequence[int]], stored: Windows | None, others: Sequence[tuple[Int64Array, Rows]]
+    ) -> Iterator[Rows]:
         end = 0
         for step in steps:
             first = end
             end += len(step)
-            rows = stored.part(first, end).rows(boundary) if stored else padding_rows(len(step), self.seq_len)
+            rows = stored.part(first, end).rows() if stored else padding_rows(len(step), self.seq_len)
             for places, part in others:
                 inside = slice(*np.searchsorted(places, (first, end)))
                 for whole, of_part in zip(rows, part, strict=True):
                     whole[places[inside] - first] = of_part[inside]
-            batches.append(rows)
-        return batches
+            yield rows
 
     def found(self, sample_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
         """The source of each sample, and its number in that source, ``(batch,)`` each."""

@@ -202,21 +202,23 @@ class Windows(NamedTuple):
         labels: ``(batch, seq_len)``.
         begins: row and column of each input that starts a document.
         ends: row and column of each label after a document whose end has a label of its own.
+        boundary: the rule for starts and ends.
     """
 
     first: TokenArray
     labels: TokenArray
     begins: tuple[Int64Array, Int64Array]
     ends: tuple[Int64Array, Int64Array]
+    boundary: Boundary
 
-    def rows(self, boundary: Boundary) -> Rows:
+    def rows(self) -> Rows:
         """The sequences as a model reads them."""
         labels = self.labels.astype(np.int64)
         tokens = np.empty_like(labels)
         tokens[:, 0] = self.first
         tokens[:, 1:] = self.labels[:, :-1]
-        tokens[self.begins] = boundary.start_id
-        labels[self.ends] = boundary.end_label
+        tokens[self.begins] = self.boundary.start_id
+        labels[self.ends] = self.boundary.end_label
         return Rows(tokens, labels, positions_of(*self.begins, labels.shape))
 
     def part(self, first: int, end: int) -> "Windows":
@@ -226,6 +228,7 @@ class Windows(NamedTuple):
             self.labels[first:end],
             _part(self.begins, first, end),
             _part(self.ends, first, end),
+            self.boundary,
         )
 
 
@@ -244,7 +247,7 @@ def merged(parts: Sequence[tuple[Int64Array, Windows]], batch: int) -> Windows:
         labels[rows] = part.labels
     begins = _joined((rows[part.begins[0]], part.begins[1]) for rows, part in parts)
     ends = _joined((rows[part.ends[0]], part.ends[1]) for rows, part in parts)
-    return Windows(first, labels, begins, ends)
+    return Windows(first, labels, begins, ends, one.boundary)
 
 
 def _part(places: tuple[Int64Array, Int64Array], first: int, end: int) -> tuple[Int64Array, Int64Array]:
@@ -324,7 +327,7 @@ class IndexedSource:
             DataError: a token id is ``vocab_size`` or more (names file, token, sample and position), or the data is
                 damaged.
         """
-        return self.stored(sample_ids).rows(self.boundary)
+        return self.stored(sample_ids).rows()
 
     def stored(self, sample_ids: Sequence[int]) -> Windows:
         """The stored tokens of these samples; ``read`` makes rows of them.
@@ -344,7 +347,7 @@ class IndexedSource:
             rows, columns = self._boundaries(starts + 1)
             last = np.flatnonzero(starts + self.seq_len == self.file.meta.num_tokens - 1)
             ends = np.append(rows, last), np.append(columns, np.full_like(last, self.seq_len - 1))
-        return Windows(first, stored, begins, ends)
+        return Windows(first, stored, begins, ends, self.boundary)
 
     def _boundaries(self, firsts: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Row and column of each place in ``[first, first + seq_len)`` that ends a document and starts the next.
