@@ -78,6 +78,8 @@ def test_one_planted_sequence_is_found_and_other_weights_are_refused(flags, tmp_
     assert {name for name in first if "/" in name} == {
         f"{of}/{name}" for of in ("loss", "share", "epochs") for name in ("words", "sums", "chat")
     }
+    losses = [first[f"loss/{name}"] for name in ("words", "sums", "chat")]
+    assert min(losses) < first["loss"] < max(losses)
     code, said = audited(tmp_path, capsys)
     assert code == 0 and "share 0.5000  had 9 of 18 = 0.5000" in said
 
