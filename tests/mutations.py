@@ -188,7 +188,7 @@ def start_one_sample_late(patch):
     original = BatchLoader._start
 
     def start(self):
-        self._next_sample += 1
+        self.next_sample += 1
         return original(self)
 
     patch.setattr(BatchLoader, "_start", start)

@@ -25,7 +25,7 @@ MAX_NUMBER = 1e100
 _KEYS = {
     "state": "train lr data stability run ledger init_from imported source source_kind source_digest source_folder",
     "train": "step tokens updates skipped_steps rolled_back_steps",
-    "data": "step next_sample source cursors since",
+    "data": "step next_sample source cursors since mixture",
     "stability": "skips_in_a_row rollbacks_in_a_row spikes_in_a_row window",
     "lr": "last next",
     "run": "id threads",
@@ -131,6 +131,9 @@ def _check_data(data: dict[str, Any], step: int, most: int) -> None:
         if not (shard.isascii() and shard.isdecimal() and len(shard) <= 9):
             raise ValueError(f"data.cursors has a shard {_shown(shard)}")
         _counts(cursor, 3, f"data.cursors of shard {shard}", most)
+
+    for name, counts in _table({"mixture": {}} | data, "mixture").items():
+        _counts(counts, 3, f"data.mixture of {_text(name, 'a name of data.mixture')}", most)
 
 
 def _check_shards(state: dict[str, Any], config: dict[str, Any]) -> None:

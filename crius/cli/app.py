@@ -118,7 +118,7 @@ def _read_data(arguments: Arguments) -> Mapping[str, Any]:
     """What the data says about settings."""
     read = ("data.", "model.attention_mask")
     given = {name: argument.texts for name, argument in arguments.items() if argument.texts and name.startswith(read)}
-    if not ("data.path" in given or "data.format" in given):
+    if given.keys().isdisjoint(("data.path", "data.format", "data.mix")):
         return {}
     from crius.data.infer import infer
 
@@ -145,6 +145,7 @@ verify_app = app.group("verify", "Prove on this machine that every layout trains
 bench_app = app.group("bench", "Measure on this machine which low precision pays.")
 checkpoint_app = app.group("checkpoint", "List, verify and remove checkpoints.")
 data_app = app.group("data", "Prepare training data.")
+mix_app = data_app.group("mix", "Show what a mixture of sources reads.")
 
 
 def train_verb() -> Verb:

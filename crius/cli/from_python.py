@@ -9,6 +9,7 @@ from typing import Any
 from crius.cli.app import train_verb
 from crius.config.arguments import settings_of
 from crius.config.changes import flag
+from crius.config.data import TABLES
 from crius.config.names import SHORT, unknown
 from crius.config.other_trainers import ALIASES
 from crius.config.run import RunConfig
@@ -75,6 +76,8 @@ def _wrong_value(name: Any, value: Any) -> list[CriusError]:
     setting = _SETTINGS.get((ALIASES | SHORT).get(name, name))
     if isinstance(value, (list, tuple)):
         value = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in value]
+        if name in TABLES:
+            value = ["" if isinstance(one, Mapping) else one for one in value]
     elif not isinstance(value, bool):
         return []
     if setting is None or takes(setting.hint, value):

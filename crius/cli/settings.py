@@ -28,6 +28,7 @@ from crius.cli.app import (
     facts_of,
     fitted,
     imports,
+    mix_app,
     parsed,
     place_of,
     refuse_given,
@@ -167,6 +168,7 @@ def _check_corpus(data: DataConfig, tokenizer: TokenizerConfig) -> None:
     Raises:
         ConfigError: lists all settings that exclude each other or have no effect.
     """
+    refuse_given(("data.mix", "data.stage", "data.alpha"), "a mixture is read by runs; here its sources go one by one")
     run = RunConfig(data=data, tokenizer=tokenizer)
     values = flatten(run)
     defaults = flatten(RunConfig())
@@ -290,17 +292,7 @@ def show_data(
     logged its samples shows the sequences that a step was trained on; other runs show the sequences that it will be
     trained on. Without --sample and --step: the first two sequences.
     """
-    run_dir = Path(place) if place and Path(place).is_dir() else None
-    if place:
-        given = [name for name, origin in SOURCES.origins.items() if origin == "command line" and "." in name]
-        refuse_given([*given], f"{place} has all settings", "" if run_dir else f"--config {place} in place of {place}")
-        run = config_of(place)
-    else:
-        say_inferred(run)
-    with contextlib.redirect_stderr(io.StringIO()):  # it prints lines that matter only for training
-        facts = dataclasses.replace(facts_of(run, nproc, None, is_dry=True), is_dry=False)
-    if problems := [problem for rule in (rules.ranges, *DATA_RULES) for problem in rule(facts)]:
-        raise ConfigError.together(problems)
+    facts, run_dir = _facts_of_data(place, run, nproc)
     from crius.data.show import lines_of, takes_colour
     from crius.tools.data_audit.show import show as samples_shown
 
@@ -312,6 +304,49 @@ def show_data(
         return 0
     for line in lines_of(shown, in_colour=takes_colour(sys.stdout)):
         sys.stdout.write(line + "\n")  # printable already, except for the colours
+    return 0
+
+
+def _facts_of_data(place: str, run: RunConfig, nproc: int) -> tuple[Facts, Path | None]:
+    """The facts of the run that ``place`` or flags describe, and its folder if it has one.
+
+    Raises:
+        ConfigError: lists all that is wrong with the settings of its data.
+    """
+    run_dir = Path(place) if place and Path(place).is_dir() else None
+    if place:
+        given = [name for name, origin in SOURCES.origins.items() if origin == "command line" and "." in name]
+        refuse_given([*given], f"{place} has all settings", "" if run_dir else f"--config {place} in place of {place}")
+        run = config_of(place)
+    else:
+        say_inferred(run)
+    with contextlib.redirect_stderr(io.StringIO()):  # it prints lines that matter only for training
+        facts = dataclasses.replace(facts_of(run, nproc, None, is_dry=True), is_dry=False)
+    if problems := [problem for rule in (rules.ranges, *DATA_RULES) for problem in rule(facts)]:
+        raise ConfigError.together(problems)
+    return facts, run_dir
+
+
+@mix_app.verb(name="show")
+def show_mixture(
+    place: str = "",
+    run: RunConfig = RunConfig(),  # noqa: B008
+    *,
+    recipe: Recipe = "",
+    config: ConfigFiles = (),
+    layout: Layout = "",
+    nproc: NumProcesses = 0,
+    as_json: Json = False,
+) -> int:
+    """Print what a mixture reads of each source before a run: sequences, tokens, labels, epochs, and where it ends.
+
+    PLACE is the folder of a run, a TOML file or a recipe. Without PLACE the flags of train describe the run.
+    """
+    facts, run_dir = _facts_of_data(place, run, nproc)
+    from crius.tools.data_audit.mixture import lines_of, plan_of
+
+    plan = plan_of(facts.config, facts.data_parallel_ranks, run_dir)
+    emit(json.dumps(plan, indent=2) if as_json else "\n".join(lines_of(plan)))
     return 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from crius.config.data import table_text
 from crius.config.param_groups import fits
 from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
@@ -37,6 +38,9 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     ("data.prefetch", "free"),
     ("data.add_bos", "refuse"),  # other inputs for the same text
     ("data.add_eos", "refuse"),  # other labels
+    ("data.mix", "refuse"),  # other shares
+    ("data.stage", "refuse"),
+    ("data.alpha", "refuse"),
     ("data.*", "warn"),  # the fingerprint of the data says whether it is another
     ("validation.*", "warn"),
     ("debug.*", "warn"),
@@ -155,11 +159,15 @@ def _plain(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
+def _text(value: Any) -> str:
+    return table_text(value) if isinstance(value, Mapping) else str(value)
+
+
 def flag(name: str, value: Any) -> list[str]:
     """Flags that set ``name``, a dotted field, to ``value`` on the command line."""
     if isinstance(value, bool):
         section, dot, field = name.rpartition(".")
         return [f"--{section}{dot}{field if value else f'no_{field}'}"]
     if isinstance(value, list | tuple):
-        return [part for one in value for part in (f"--{name}", str(one))] or [f"--{name}="]
+        return [part for one in value for part in (f"--{name}", _text(one))] or [f"--{name}="]
     return [f"--{name}", str(value)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from crius import plugins
 from crius.config.arguments import Argument, Arguments
-from crius.config.data import check_source
+from crius.config.data import ONE_CORPUS, TABLES, check_source, table_text, tables_of
 from crius.config.layout import spread_layout, spread_microbatches
 from crius.config.names import did_you_mean, refused_value, unknown
 from crius.config.other_trainers import ALIASES
@@ -174,6 +174,8 @@ class RunSources:
         for name, other in (LENGTHS, LENGTHS[::-1]):
             if other in arguments and arguments[other].source:  # set by a stronger source
                 settings.pop(name, None)
+        if "data.mix" in arguments and arguments["data.mix"].source:
+            settings = {name: value for name, value in settings.items() if name not in ONE_CORPUS}
         yield from _fill(arguments, settings, source, is_read_only=is_read_only)
         yield from self._spread_model(arguments, settings)
 
@@ -298,6 +300,9 @@ class RunSources:
         if name in COUNTED and argument.text.lower() == "auto":
             self.counted.add(name)
             argument.texts = [COUNTED[name]]
+        if name in TABLES:  # one spelling, so that a resumed run finds its own
+            tables = tables_of(argument.texts)
+            argument.texts = [table_text(one) if isinstance(one, dict) else str(one) for one in tables]
         try:
             if name == "data.source":
                 check_source(argument.text, argument.where)
@@ -370,6 +375,8 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         name = f"{prefix}{key}".replace("-", "_")
         if isinstance(value, dict):
             yield from _flat(value, f"{name}.")
+        elif name in TABLES and isinstance(value, list):
+            yield name, [table_text(item) if isinstance(item, dict) else item for item in value]
         else:
             yield name, value
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import tomli_w
 
 from crius.config.arguments import alternatives, choices_of, in_words
+from crius.config.data import TABLES, tables_of
 from crius.config.run import RunConfig
 from crius.errors import ConfigError
 from crius.redact import HIDDEN, redact_value
@@ -55,6 +56,9 @@ def to_toml(config: RunConfig) -> str:
         del tree[section][leaf]
     if config.training.epochs > 0:
         del tree["training"]["steps"]
+    for name in TABLES:
+        section, _, leaf = name.partition(".")
+        tree[section][leaf] = tables_of(tree[section][leaf])
     plain = _plain(tree)
     shown = redact_value("", plain)
     note = "" if shown == plain else f"# {HIDDEN} stands for a secret: give that setting again\n"

@@ -62,9 +62,10 @@ class CheckedFile:
         hashes: hashes of its blocks, ``(blocks,)`` uint64.
         block_bytes: bytes per block.
         fix: remedy for damage, for messages.
+        num_folders: folders that a run reads together.
 
     Raises:
-        DataError: the file has less than ``WHOLE_BYTES`` and does not match its hashes.
+        DataError: the file has less than ``WHOLE_BYTES // num_folders`` and does not match its hashes.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class CheckedFile:
         hashes: npt.NDArray[np.uint64],
         block_bytes: int,
         fix: str,
+        num_folders: int = 1,
     ) -> None:
         self._path = path
         self._content = content
@@ -81,7 +83,7 @@ class CheckedFile:
         self._fix = fix
         self._block_bytes = block_bytes
         self._is_good = np.zeros(len(hashes), dtype=np.bool_)
-        self._is_whole = len(content) < WHOLE_BYTES
+        self._is_whole = len(content) < WHOLE_BYTES // num_folders
         key = _key(path, xxhash.xxh3_128_hexdigest(hashes.data))
         if self._is_whole and key not in _whole:
             for block in range(len(hashes)):

@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig, read_entry
 from crius.data.cache import open_cached
+from crius.data.mixture import MixedSource, mixed_source
 from crius.data.rows import left_out
 from crius.data.samples import SampleSource, open_samples
 from crius.data.source import NO_LABEL, Boundary, HeldOut, TokenSource
 from crius.data.tokens import IndexedSource, TokenFile
-from crius.errors import DataError, EnvironmentError
+from crius.errors import ConfigError, CriusError, DataError, EnvironmentError
 from crius.plugins import install_line
 from crius.tokens.tokenizer import Tokenizer, build_tokenizer
+
+_MOST_DESCRIBED = 20  # sources of a mixture
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Corpus:
     @property
     def bad_rows(self) -> str:
         """List of the rows that were left out (``crius.data.rows.left_out``); empty if there are none."""
-        sources = (self.train, *self.held_out.values())
+        own = self.train.sources.values() if isinstance(self.train, MixedSource) else [self.train]
+        sources = (*own, *self.held_out.values())
         folders = [source.file.folder for source in sources if isinstance(source, IndexedSource | SampleSource)]
         return "".join(map(left_out, dict.fromkeys(folders)))
 
@@ -81,16 +85,58 @@ def open_corpus(
     if data.source == "huggingface":
         source, held_out, lines = _opener_of_streams()(data, tok, boundary, validation, seq_len=seq_len)
         return Corpus(source, held_out, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
-    file = _token_file(data, tokenizer, tok, vocab_size, "--data.path")
+
+    def open_one(own: DataConfig, scored: ValidationConfig) -> Opened:
+        return _open_one(
+            own,
+            scored,
+            tokenizer=tokenizer,
+            tok=tok,
+            boundary=boundary,
+            global_batch_size=1 if data.mix else global_batch_size,
+            num_folders=max(1, len(data.mix)),
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
+
+    if data.mix:
+        train, held_out, lines = _open_mixture(data, validation, open_one, seq_len, global_batch_size)
+    else:
+        train, held_out, lines = open_one(data, validation)
+    return Corpus(train, held_out, tok, token_bytes, lines)
+
+
+Opened = tuple[TokenSource, Mapping[str, HeldOut], tuple[str, ...]]
+"""The training data, the held-out data by set, and lines for the log."""
+
+
+def _open_one(
+    data: DataConfig,
+    validation: ValidationConfig,
+    *,
+    tokenizer: TokenizerConfig,
+    tok: Tokenizer,
+    boundary: Boundary,
+    num_folders: int,
+    global_batch_size: int,
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
+) -> Opened:
+    """The data of one local corpus; see ``open_corpus``."""
+    file = _token_file(data, tokenizer, tok, vocab_size, "--data.path", num_folders)
     sets = validation.sets if validation.interval > 0 else {}
     held_files = {
-        name: _token_file(replace(data, path=paths), tokenizer, tok, vocab_size, "--validation.path") if paths else file
+        name: _token_file(replace(data, path=paths), tokenizer, tok, vocab_size, "--validation.path", num_folders)
+        if paths
+        else file
         for name, paths in sets.items()
     }
     if data.format == "chat":
         sizes = {"global_batch_size": global_batch_size, "seq_len": seq_len, "vocab_size": vocab_size, "seed": seed}
         samples, scored, lines = open_samples(file, held_files, data, validation, **sizes)
-        return Corpus(samples, scored, tok, token_bytes, (_corpus_line(file, tok), *lines))
+        return samples, scored, (_corpus_line(file, tok), *lines)
     # held out even if nothing is scored, so that switching validation on or off does not change the training data
     holds_out = validation.fraction > 0 and not validation.path
     cut = _cut(file, validation.fraction, seq_len) if holds_out else file.meta.num_tokens
@@ -104,7 +150,42 @@ def open_corpus(
     for name, part in held.items():
         _check_held_out(train, part, validation, global_batch_size, name)
     lines = _describe(train, held, tok, global_batch_size)
-    return Corpus(train, held, tok, token_bytes, (f"{lines[0]}; {boundary.describe()}", *lines[1:]))
+    return train, held, (f"{lines[0]}; {boundary.describe()}", *lines[1:])
+
+
+def _open_mixture(
+    data: DataConfig,
+    validation: ValidationConfig,
+    open_one: Callable[[DataConfig, ValidationConfig], Opened],
+    seq_len: int,
+    global_batch_size: int,
+) -> Opened:
+    """The sources of ``data.mix`` as one. What is held out of each is scored under its name."""
+    sources: dict[str, TokenSource] = {}
+    held_out: dict[str, HeldOut] = {}
+    lines: list[str] = []
+    problems: list[CriusError] = []
+    entries = [read_entry(text) for text in data.mix]
+    for entry in entries:
+        paths = validation.sets.get(entry.name, ())
+        own = replace(validation, path=paths)
+        if validation.path and not paths:
+            own = replace(own, interval=0, fraction=0.0)
+        try:
+            source, held, said = open_one(entry.corpus(data), own)
+        except (DataError, ConfigError) as error:
+            error.where = f"[[data.mix]] {entry.name}" + (f", {error.where}" if error.where else "")
+            problems.append(error)
+            continue
+        sources[entry.name] = source
+        for part in held.values():
+            held_out[entry.name] = part
+        is_told = len(entries) <= _MOST_DESCRIBED
+        lines += [f"{entry.name}: {line}" for line in said if is_told and not line.startswith(("train", "validation"))]
+    if problems:
+        raise ConfigError.together(problems)
+    mixed = mixed_source(data, entries, sources, seq_len=seq_len, batch=global_batch_size)
+    return mixed, held_out, tuple(lines)
 
 
 def _token_bytes(tok: Tokenizer, vocab_size: int) -> npt.NDArray[np.int32]:
@@ -160,7 +241,9 @@ def _check_fraction(validation: ValidationConfig) -> None:
         )
 
 
-def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab_size: int, flag: str) -> TokenFile:
+def _token_file(
+    data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab_size: int, flag: str, num_folders: int
+) -> TokenFile:
     if data.source != "tokens":
         file = open_cached(data, config, tok, flag=flag)
     else:
@@ -170,7 +253,7 @@ def _token_file(data: DataConfig, config: TokenizerConfig, tok: Tokenizer, vocab
                 where=flag,
                 fix=f"{flag} FOLDER, written by crius data prepare",
             )
-        file = TokenFile(Path(data.path[0]).expanduser())
+        file = TokenFile(Path(data.path[0]).expanduser(), num_folders=num_folders)
         if file.meta.is_chat != (data.format == "chat"):
             there, other = ("conversations", "chat") if file.meta.is_chat else ("documents", "documents")
             raise DataError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crius.config.data import DataConfig
+from crius.config.data import DataConfig, read_entry, table_text, tables_of
 from crius.data.chat.conversations import LISTS, PAIRS
 from crius.data.documents import find_files, matches
 from crius.data.meta import META, TokenMeta
@@ -38,6 +38,9 @@ def infer(given: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     Raises:
         ConfigError: the paths are files of several kinds, or of none.
     """
+    if mix := given.get("data.mix"):
+        is_chat = "chat" in [one.get("format") for one in tables_of(list(map(completed, mix))) if isinstance(one, dict)]
+        return {"model.attention_mask": "document"} if is_chat and _is_packed(given) else {}
     paths = given.get("data.path", ())
     source = "".join(given.get("data.source", ())).lower()
     row_format = "".join(given.get("data.format", ())).lower()
@@ -49,10 +52,28 @@ def infer(given: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         row_format = _format_of(source, paths, given)
         if row_format:
             inferred["data.format"] = row_format
-    is_packed = "".join(given.get("data.packing", ())).lower() != "false"
-    if row_format == "chat" and is_packed:
+    if row_format == "chat" and _is_packed(given):
         inferred["model.attention_mask"] = "document"
     return inferred
+
+
+def _is_packed(given: Mapping[str, Sequence[str]]) -> bool:
+    return "".join(given.get("data.packing", ())).lower() != "false"
+
+
+def completed(text: str) -> str:
+    """An entry of ``data.mix`` with the source and the format that its files look like, as far as it lacks them."""
+    try:
+        entry = read_entry(text)
+        if entry.source and entry.format:
+            return text
+        given = {"data.path": entry.path, "data.source": entry.source, "data.format": entry.format}
+        given |= {"data.columns": entry.columns, "data.text_field": entry.field}
+        inferred = infer(given) if entry.path else {}
+    except (ValueError, CriusError):  # a rule, or the code that reads the files, says why
+        return text
+    found = {name.removeprefix("data."): value for name, value in inferred.items() if name.startswith("data.")}
+    return table_text({**tables_of([text])[0], **found})
 
 
 def _source_of(paths: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ shard is read by two ranks. A run over whole epochs has a last sample; its last 
 labels.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,17 +14,21 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from queue import SimpleQueue
 from threading import Semaphore, Thread
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from crius.data.mixture import MixedSource
 from crius.data.source import HeldOut, Rows, TokenSource, padding_rows
 from crius.errors import ConfigError, DataError
 from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 
 _log = logging.getLogger("crius.data")
+
+_AHEAD = 256  # sequences of a mixture that are read together, and their tokens
+_AHEAD_TOKENS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,8 @@ class LoaderState(TypedDict):
 
     ``since`` explains ``next_sample``: step and sample from which on each step took the same number of samples, this
     number, and the sample where they end (0: nowhere).
+
+    ``mixture`` is that of ``MixedSource.state``; other sources lack it.
     """
 
     step: int
@@ -115,6 +122,7 @@ class LoaderState(TypedDict):
     source: str
     cursors: dict[str, list[int]]
     since: list[int]
+    mixture: NotRequired[dict[str, list[int]]]
 
 
 class _Prepared(NamedTuple):
@@ -137,6 +145,7 @@ class BatchLoader:
 
     Attributes:
         step: number of steps whose batch was handed out.
+        next_sample: first sample after them.
 
     Raises:
         ConfigError: the number of ranks does not divide the batch or the shards.
@@ -167,7 +176,7 @@ class BatchLoader:
         self._prefetch = prefetch
         self._pin_memory = pin_memory
         self._most_documents = most_documents
-        self._next_sample: int
+        self.next_sample: int
         self._begin_at(start_step, self._ended(start_step * global_batch_size))
         self._cursors = source.cursors(self._shards)
         self._is_placed = False  # by the cursors of a state; those of this rank alone may all be at their start
@@ -190,18 +199,18 @@ class BatchLoader:
             self._prefetcher = self._start()
         prepared = self._prefetcher.get()
         self.step += 1
-        self._next_sample = self._ended(self._next_sample + self.global_batch_size)
+        self.next_sample = self._ended(self.next_sample + self.global_batch_size)
         self._cursors = prepared.cursors
         return prepared.batch
 
     @property
     def steps_left(self) -> int:
         """Batches until ``end_sample``; 0 if there is no end."""
-        return -(-max(0, self.end_sample - self._next_sample) // self.global_batch_size)
+        return -(-max(0, self.end_sample - self.next_sample) // self.global_batch_size)
 
     def _begin_at(self, step: int, sample: int) -> None:
         self.step = step
-        self._next_sample = sample
+        self.next_sample = sample
         self._since = [step, sample, self.global_batch_size, self.end_sample]
 
     def _ended(self, sample: int) -> int:
@@ -215,13 +224,16 @@ class BatchLoader:
     def state_dict(self) -> LoaderState:
         """State after the last batch that was handed out."""
         cursors = {str(shard): list(cursor) for shard, cursor in self._cursors.items()}
-        return LoaderState(
+        state = LoaderState(
             step=self.step,
-            next_sample=self._next_sample,
+            next_sample=self.next_sample,
             source=self.source.identity,
             cursors=cursors,
             since=self._since,
         )
+        if isinstance(self.source, MixedSource):
+            state["mixture"] = self.source.state(self.source.place(self.next_sample))
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last batch of ``state``, the merged states of a run on any number of ranks.
@@ -253,6 +265,8 @@ class BatchLoader:
             self._since = state["since"]
         self._is_placed = any(map(any, saved.values()))
         self.source.restore({shard: saved[shard] for shard in self._shards})
+        if isinstance(self.source, MixedSource):
+            self.source.resume(state.get("mixture", {}), self.next_sample, self._since)
         self._cursors = self.source.cursors(self._shards)
 
     def start_at(self, step: int) -> None:
@@ -261,21 +275,25 @@ class BatchLoader:
         self._begin_at(step, self._ended(step * self.global_batch_size))
 
     def _start(self) -> "_Prefetcher":
-        if self._shards and self._next_sample and not self._is_placed:
+        if self._shards and self.next_sample and not self._is_placed:
             raise DataError(
                 f"step {self.step} of a stream cannot be found without its cursors.",
                 why="a stream can be read from the start, or from the data state of a checkpoint",
                 fix="load the data state of the checkpoint",
             )
-        next_sample = self._next_sample
+        next_sample = self.next_sample
+        ahead: Iterator[Rows] = iter(())
 
         def prepare() -> _Prepared:
-            nonlocal next_sample
-            ids = range(next_sample + (self.rank - next_sample) % self.num_ranks, next_sample + self.global_batch_size)
-            mine = ids[:: self.num_ranks]
+            nonlocal next_sample, ahead
+            mine = self._ids(next_sample)
             there = [number for number in mine if not self.end_sample or number < self.end_sample]
             if len(there) == len(mine):
-                batch = _batch(self.source.read(mine), mine, self._most_documents)
+                rows = next(ahead, None)
+                if rows is None:
+                    ahead = self._read_ahead(next_sample)
+                    rows = next(ahead)
+                batch = _batch(rows, mine, self._most_documents)
             else:
                 absent = [~number for number in mine[len(there) :]]
                 batch = _padded(self.source, there, absent, self._most_documents)
@@ -283,6 +301,22 @@ class BatchLoader:
             return _Prepared(batch.pin_memory() if self._pin_memory else batch, self.source.cursors(self._shards))
 
         return _Prefetcher(prepare, self._prefetch)
+
+    def _ids(self, first: int) -> range:
+        """This rank's samples of the step whose first sample is ``first``."""
+        return range(first + (self.rank - first) % self.num_ranks, first + self.global_batch_size, self.num_ranks)
+
+    def _read_ahead(self, first: int) -> Iterator[Rows]:
+        """The sequences of the step whose first sample is ``first``; of a mixture also of the next steps, because a
+        call of one of its sources takes about as long for many sequences as for few."""
+        mine = self._ids(first)
+        if not isinstance(self.source, MixedSource):
+            return iter([self.source.read(mine)])
+        number = max(1, min(_AHEAD, _AHEAD_TOKENS // self.source.seq_len) // len(mine))
+        steps = [self._ids(first + step * self.global_batch_size) for step in range(number)]
+        with contextlib.suppress(DataError):  # in a step that may never be reached
+            return self.source.read_steps(steps)
+        return self.source.read_steps(steps[:1])
 
     def _stop(self, timeout: float | None) -> None:
         if self._prefetcher is not None:

@@ -9,10 +9,12 @@ import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from crius.data.mixture import Place, Plan
 from crius.run_file import RunFile
 from crius.untrusted import open_below, parse_json
 
@@ -51,6 +53,19 @@ def source_digest(identity: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
+MIXTURE = "mixture.jsonl"
+"""File in the folder of the logs with the mixture at the start of each attempt."""
+
+
+def log_mixture(run_dir: Path, attempt: int, plan: Plan, place: Place) -> None:
+    """Record the mixture of an attempt, and its place in it: all that its choices follow from."""
+    record = {"attempt": attempt, **plan._asdict(), "first": place.span.first}
+    record |= {"weights": place.span.weights, "before": place.span.before, "counts": place.counts}
+    file = RunFile(run_dir / "data" / MIXTURE, _log.warning, "crius data audit will not prove the shares")
+    file.append(_line(record))
+    file.close()
+
+
 def samples_path(run_dir: Path, rank: int) -> Path:
     """The file of data-parallel rank ``rank``."""
     return run_dir / "data" / f"samples-rank-{rank}.jsonl"
@@ -86,12 +101,19 @@ class SampleLog:
             loss = "crius data audit will miss steps"
             self._file = RunFile(samples_path(run_dir, rank), _log.warning, loss, head=_line(asdict(start)))
 
-    def write(self, step: int, sample_ids: Sequence[int]) -> None:
-        """Record that ``step`` is done and that this rank trained on ``sample_ids`` in it, in any order."""
+    def write(self, step: int, sample_ids: Sequence[int], sources: Sequence[int] | None = None) -> None:
+        """Record that ``step`` is done and that this rank trained on ``sample_ids`` in it, in any order.
+
+        ``sources`` has the number of the source of each sample, in a mixture.
+        """
         if self._file is not None:
             there = [number for number in sample_ids if number >= 0]  # negative ids are padding
             ids = [[part.start, part.stop, part.step] for part in to_ranges(there)]
-            self._file.append(_line({"attempt": self._attempt, "step": step, "ids": ids}))
+            record = {"attempt": self._attempt, "step": step, "ids": ids}
+            if sources is not None:
+                pairs = zip(sample_ids, sources, strict=True)
+                record["mix"] = dict(sorted(Counter(source for number, source in pairs if number >= 0).items()))
+            self._file.append(_line(record))
 
     def close(self) -> None:
         """Close the file."""

@@ -13,7 +13,7 @@ For conversations, the documents of the folder are samples, and no end-of-docume
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,12 +45,13 @@ _log = logging.getLogger("crius.data")
 class TokenFile:
     """A token folder, opened read-only and checked against its hashes.
 
-    A file with less than ``WHOLE_BYTES`` is checked here. For a larger file, call ``check`` or ``documents_between``
-    before its bytes are used.
+    A file with less than ``WHOLE_BYTES // num_folders`` is checked here. For a larger file, call ``check`` or
+    ``documents_between`` before its bytes are used.
 
     Args:
         folder: path of the folder.
         fix: remedy for a damaged file, for messages.
+        num_folders: folders that a run reads together.
 
     Attributes:
         folder: path of the folder.
@@ -64,8 +65,9 @@ class TokenFile:
         DataError: a file is missing, has another size than in meta.json, or does not match its hashes.
     """
 
-    def __init__(self, folder: Path, fix: str = PREPARE) -> None:
+    def __init__(self, folder: Path, fix: str = PREPARE, num_folders: int = 1) -> None:
         self.folder = folder
+        self._num_folders = num_folders
         self._fix = fix
         self.meta = TokenMeta.from_file(folder / META)
         if self.meta.num_tokens < 1 or self.meta.num_documents < 1:
@@ -77,7 +79,7 @@ class TokenFile:
         if self.meta.is_chat:
             self.targets = self._map(TARGETS, np.dtype("u1"), self.meta.num_tokens)
         self._checked = self._hold_against_hashes()
-        if self.documents.nbytes < WHOLE_BYTES:
+        if self.documents.nbytes < WHOLE_BYTES // num_folders:
             starts = self.documents
             if starts[0] != 0 or starts[-1] >= len(self.tokens) or (starts[1:] <= starts[:-1]).any():
                 raise self.disorder()
@@ -151,7 +153,14 @@ class TokenFile:
             raise damaged(self.folder / HASHES, "its bytes", self._fix)
         parts = np.split(hashes, np.cumsum(counts)[:-1])
         return {
-            name: CheckedFile(self.folder / name, content.view(np.uint8), part, self.meta.block_bytes, self._fix)
+            name: CheckedFile(
+                self.folder / name,
+                content.view(np.uint8),
+                part,
+                self.meta.block_bytes,
+                self._fix,
+                self._num_folders,
+            )
             for (name, content), part in zip(contents.items(), parts, strict=True)
         }
 
@@ -183,6 +192,73 @@ class TokenFile:
             why="the file was truncated or changed",
             fix=PREPARE,
         )
+
+
+class Windows(NamedTuple):
+    """Stored tokens of sequences, in the order of the sequences.
+
+    Attributes:
+        first: ``(batch,)``, the token before the labels of each.
+        labels: ``(batch, seq_len)``.
+        begins: row and column of each input that starts a document.
+        ends: row and column of each label after a document whose end has a label of its own.
+        boundary: the rule for starts and ends.
+    """
+
+    first: TokenArray
+    labels: TokenArray
+    begins: tuple[Int64Array, Int64Array]
+    ends: tuple[Int64Array, Int64Array]
+    boundary: Boundary
+
+    def rows(self) -> Rows:
+        """The sequences as a model reads them."""
+        labels = self.labels.astype(np.int64)
+        tokens = np.empty_like(labels)
+        tokens[:, 0] = self.first
+        tokens[:, 1:] = self.labels[:, :-1]
+        tokens[self.begins] = self.boundary.start_id
+        labels[self.ends] = self.boundary.end_label
+        return Rows(tokens, labels, positions_of(*self.begins, labels.shape))
+
+    def part(self, first: int, end: int) -> "Windows":
+        """The sequences from ``first`` to ``end``."""
+        return Windows(
+            self.first[first:end],
+            self.labels[first:end],
+            _part(self.begins, first, end),
+            _part(self.ends, first, end),
+            self.boundary,
+        )
+
+
+def merged(parts: Sequence[tuple[Int64Array, Windows]], batch: int) -> Windows:
+    """The windows of several sources as one.
+
+    Args:
+        parts: rows of the result, ascending, and the windows that go there; at least one.
+        batch: rows of the result; other rows are arbitrary.
+    """
+    _, one = parts[0]
+    first = np.empty(batch, dtype=one.first.dtype)
+    labels = np.empty((batch, one.labels.shape[1]), dtype=one.labels.dtype)
+    for rows, part in parts:
+        first[rows] = part.first
+        labels[rows] = part.labels
+    begins = _joined((rows[part.begins[0]], part.begins[1]) for rows, part in parts)
+    ends = _joined((rows[part.ends[0]], part.ends[1]) for rows, part in parts)
+    return Windows(first, labels, begins, ends, one.boundary)
+
+
+def _part(places: tuple[Int64Array, Int64Array], first: int, end: int) -> tuple[Int64Array, Int64Array]:
+    rows, columns = places
+    inside = (rows >= first) & (rows < end)
+    return rows[inside] - first, columns[inside]
+
+
+def _joined(places: Iterable[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
+    rows, columns = zip(*places, strict=True)
+    return np.concatenate(rows), np.concatenate(columns)
 
 
 class IndexedSource:
@@ -226,9 +302,12 @@ class IndexedSource:
         self.vocab_size = vocab_size
         self.seed = seed
         self.shuffle = shuffle
-        (document,), (next_document,) = file.documents_between(*np.array([[first_token], [first_token + 1]]))
+        begins_document = first_token == 0
+        if first_token:
+            (document,), (next_document,) = file.documents_between(*np.array([[first_token], [first_token + 1]]))
+            begins_document = bool(document < next_document)
         # the BOS of the first document takes the place of the EOS before it; -1 at the start of the file
-        self._first_input = first_token - int(boundary.has_bos and document < next_document)
+        self._first_input = first_token - int(boundary.has_bos and begins_document)
         self.num_samples = max(0, last_token - self._first_input - 1) // seq_len
         """Sequences per epoch."""
         size = min(seq_len, len(file.tokens))  # a smaller corpus has no sequence
@@ -248,22 +327,27 @@ class IndexedSource:
             DataError: a token id is ``vocab_size`` or more (names file, token, sample and position), or the data is
                 damaged.
         """
+        return self.stored(sample_ids).rows()
+
+    def stored(self, sample_ids: Sequence[int]) -> Windows:
+        """The stored tokens of these samples; ``read`` makes rows of them.
+
+        Raises:
+            DataError: as ``read``.
+        """
         starts = self._first_input + self.windows(sample_ids) * self.seq_len
         self.file.check(TOKENS, starts, starts + self.seq_len + 1)
         stored = self._labels[starts + 1]
         first = self.file.tokens[np.maximum(starts, 0)]
         if stored.size and max(stored.max(), first.max()) >= self.vocab_size:
             self._refuse(np.column_stack((first, stored)), sample_ids, starts)
-        labels = stored.astype(np.int64)
-        tokens = np.empty_like(labels)
-        tokens[:, 0] = first
-        tokens[:, 1:] = stored[:, :-1]
-        rows, columns = self._boundaries(starts)
-        tokens[rows, columns] = self.boundary.start_id
+        begins = self._boundaries(starts)
+        ends = (np.empty(0, dtype=np.int64),) * 2
         if self.boundary.end_label != self.boundary.eos_id:
-            labels[self._boundaries(starts + 1)] = self.boundary.end_label
-            labels[starts + self.seq_len == self.file.meta.num_tokens - 1, -1] = self.boundary.end_label
-        return Rows(tokens, labels, positions_of(rows, columns, labels.shape))
+            rows, columns = self._boundaries(starts + 1)
+            last = np.flatnonzero(starts + self.seq_len == self.file.meta.num_tokens - 1)
+            ends = np.append(rows, last), np.append(columns, np.full_like(last, self.seq_len - 1))
+        return Windows(first, stored, begins, ends, self.boundary)
 
     def _boundaries(self, firsts: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Row and column of each place in ``[first, first + seq_len)`` that ends a document and starts the next.

@@ -121,11 +121,13 @@ class Chunks:
         tokens: most tokens whose logits exist at a time.
         block_tokens: most tokens that are scored at a time, in float32.
         score: ``score_block``, possibly compiled.
+        note: gets the loss of each token of a call with gradients, ``(N,)``.
     """
 
     tokens: int
     block_tokens: int
     score: Score = score_block
+    note: Callable[[Tensor], None] | None = None
 
 
 def linear_cross_entropy(
@@ -197,7 +199,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden_gradient, weight_sum.total if weight_sum else None)
         ctx.dtypes = hidden_ND.dtype, weight_VD.dtype
         # the loss of an ignored label is arbitrary and may not be finite, so it is replaced, not multiplied by 0
-        return torch.where(counts_N, torch.cat(losses), 0.0).sum(dtype=torch.float64)
+        losses_N = torch.where(counts_N, torch.cat(losses), 0.0)
+        if chunks.note and with_gradient:
+            whole_N = losses_N if kept is None else losses_N.new_zeros(whole_shape[0]).index_copy_(0, kept, losses_N)
+            chunks.note(whole_N)
+        return losses_N.sum(dtype=torch.float64)
 
     @staticmethod
     @once_differentiable

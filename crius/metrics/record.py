@@ -1,6 +1,7 @@
 """The records of a run. Sinks get them complete; nothing here reduces over ranks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -39,6 +40,8 @@ class StepMetrics:
             layer.
         dead_experts: experts, over all layers, that no token of the step chose.
         aux_loss: balance losses, in nats; not part of ``loss``.
+        sources: ``loss/NAME``, ``share/NAME`` and ``epochs/NAME`` of each source of a mixture, as ``metrics.jsonl``
+            has them; a source without a token in the step has no loss.
     """
 
     step: int
@@ -65,6 +68,7 @@ class StepMetrics:
     load_entropy: float | None = None
     dead_experts: float | None = None
     aux_loss: float | None = None
+    sources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,7 @@ def scalars_of(record: Record, total_gib: float | None) -> dict[str, float]:
         scalars["mfu(%)"] = 100 * record.mfu
     loads = ("load_max_over_mean", "load_entropy", "dead_experts", "aux_loss")
     scalars |= {f"experts/{name}": value for name in loads if (value := getattr(record, name)) is not None}
+    scalars |= {f"mixture/{name}": value for name, value in record.sources.items()}
     lost = {"skipped_steps": record.skipped_steps, "rolled_back_steps": record.rolled_back_steps}
     return scalars | {f"stability/{name}": float(count) for name, count in lost.items() if count}
 

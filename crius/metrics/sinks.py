@@ -177,9 +177,11 @@ class JsonlSink:
 
     def write(self, record: Record) -> None:
         """Write one line."""
+        values = dataclasses.asdict(record)
+        values |= values.pop("sources", {})
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in dataclasses.asdict(record).items()  # JSON has no NaN
+            for name, value in values.items()  # JSON has no NaN
             if (name, value) != ("val_set", "")
         }
         self._file.append(json.dumps(finite) + "\n")

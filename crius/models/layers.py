@@ -332,6 +332,7 @@ class Loss(nn.Module):
     Attributes:
         chunks: chunks that logits and losses are computed in; None computes all logits, then all losses.
         token_losses: function of all logits and labels, used without chunks; it may be compiled.
+        note: gets the loss of each token of a call with gradients; with chunks, theirs does.
     """
 
     def __init__(self, softcap: float = 0.0) -> None:
@@ -339,6 +340,7 @@ class Loss(nn.Module):
         self.softcap = softcap
         self.chunks: Chunks | None = None
         self.token_losses: Callable[[Tensor, Tensor], Tensor] = token_losses
+        self.note: Callable[[Tensor], None] | None = None
 
     def forward(self, hidden_BTD: Tensor, labels_BT: Tensor, output: nn.Module) -> Tensor:
         """A float64 scalar. In float64 the order of summation has no visible effect.
@@ -355,6 +357,8 @@ class Loss(nn.Module):
             loss: Tensor = output(hidden_BTD, partial(linear_cross_entropy, labels_BT=labels_BT, chunks=self.chunks))
             return loss
         losses = self.token_losses(softcapped(output(hidden_BTD), self.softcap), labels_BT)
+        if self.note and torch.is_grad_enabled():
+            self.note(losses.detach())
         return losses.sum(dtype=torch.float64)
 
 

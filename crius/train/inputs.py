@@ -20,7 +20,9 @@ from crius.config.resolve import ITEMSIZE, BatchSizes, Resolved, auto_dtype, bat
 from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown
 from crius.data.corpus import Corpus, open_corpus
+from crius.data.infer import completed
 from crius.data.meta import META, TokenMeta
+from crius.data.mixture import MOST_EPOCHS, MixedSource
 from crius.errors import CheckpointError, ConfigError, CriusError, EnvironmentError, LayoutError, MissingPathError
 from crius.host import Machine
 from crius.interop.initial import INIT_FROM, model_of, open_base, open_initial
@@ -99,6 +101,7 @@ def resolve(
     reasons = dict[str, str]()
     decisions: tuple[Callable[[RunConfig], Decision], ...] = (
         lambda run: _dtype(run, machine, saved),
+        _sources,
         lambda run: _tokens(run, rows_are_given, run_dir),
         lambda run: _compile(run, machine),
         lambda run: _recompute(run, machine),
@@ -122,6 +125,11 @@ def _dtype(config: RunConfig, machine: Machine, saved: Mapping[str, Any] | None)
         return {name: saved[name]}, "as in the checkpoint"
     dtype, why = auto_dtype(on_gpu=machine.on_gpu)
     return {name: dtype}, why
+
+
+def _sources(config: RunConfig) -> Decision:
+    mix = tuple(map(completed, config.data.mix))
+    return {"data.mix": mix} if mix != config.data.mix else {}, "as the data looks"
 
 
 def _tokens(config: RunConfig, rows_are_given: bool, run_dir: Path | None) -> Decision:
@@ -237,14 +245,22 @@ def open_run_data(config: RunConfig, data_parallel_ranks: int, run_dir: Path | N
         DataError: the corpus cannot be used.
     """
     corpus = open_run_corpus(config, data_parallel_ranks, run_dir)
-    if config.training.epochs < 1:
+    batch = run_batch_sizes(config, data_parallel_ranks).total
+    end = end_sample(config, corpus, batch)
+    if isinstance(corpus.train, MixedSource):
+        told = [f"the data of the mixture ends after {end:,} sequences, and so does the run"] if end else []
+        if often := corpus.train.often_read(end or config.training.steps * batch):
+            told.append(f"warning: the run reads {often}; beyond {MOST_EPOCHS} epochs repeats teach little")
+        corpus = replace(corpus, description=(*corpus.description, *told))
+    if not end:
         return config, corpus
-    steps = -(-end_sample(config, corpus) // run_batch_sizes(config, data_parallel_ranks).total)
-    return replace_fields(config, {"training.steps": steps}), corpus
+    return replace_fields(config, {"training.steps": -(-end // batch)}), corpus
 
 
-def end_sample(config: RunConfig, corpus: Corpus) -> int:
-    """The sample before which the run ends; 0 if only its steps end it."""
+def end_sample(config: RunConfig, corpus: Corpus, batch: int) -> int:
+    """The sample before which the run, with ``batch`` sequences per step, ends; 0 if only its steps end it."""
+    if isinstance(corpus.train, MixedSource):
+        return corpus.train.end_before(config.training.steps * batch)
     return max(0, config.training.epochs) * corpus.train.num_samples
 
 

@@ -19,8 +19,9 @@ from crius.config.run import RunConfig, replace_fields
 from crius.config.toml_file import shown, to_toml
 from crius.data.corpus import Corpus
 from crius.data.loader import Batch, BatchLoader, validation_batches
+from crius.data.mixture import MixedSource
 from crius.data.rows import BAD_ROWS
-from crius.data.sample_log import Attempt, SampleLog, next_attempt, source_digest
+from crius.data.sample_log import Attempt, SampleLog, log_mixture, next_attempt, source_digest
 from crius.data.show import preview
 from crius.errors import LayoutError
 from crius.host import raise_open_files, usable_cores
@@ -50,7 +51,7 @@ from crius.train.guard import UpdateGuard
 from crius.train.inputs import describe_model, describe_rows, end_sample, open_run_data
 from crius.train.loop import Loop, Preempted, Validation
 from crius.train.pretrained import load_initial
-from crius.train.reports import Meter, Recovery, StepReports, is_complete, write_summary
+from crius.train.reports import Meter, MixtureReport, Recovery, StepReports, is_complete, write_summary
 from crius.train.saving import log_save_plan
 from crius.train.sdc import build_copies, build_sdc
 from crius.train.setup import (
@@ -232,7 +233,7 @@ def assemble(
         rank=mesh.batch_rank,
         num_ranks=mesh.layout.batch,
         prefetch=config.data.prefetch,
-        end_sample=end_sample(config, corpus),
+        end_sample=end_sample(config, corpus, job.sizes.total),
         pin_memory=ranks.device.type == "cuda",
         most_documents=most_documents(config),
     )
@@ -247,12 +248,9 @@ def assemble(
     guard = UpdateGuard(
         config.stability, state, parameters, gradients, built.names, ranks, run_dir, copies, after_update
     )
-    loads = None
-    if job.facts.num_experts:
-        advice = config.moe.advice(getattr(job.facts.config, "router_bias", False)) if ranks.rank == 0 else ""
-        loads = ExpertLoads(job.facts, after_update.take_totals, ranks.device, advice=advice)
     peak = config.metrics.peak_tflops or peak_tflops(ranks.device)
     meter = Meter(job.facts.flops_per_token(config.training.seq_len), peak, ranks)
+    is_mixed = isinstance(corpus.train, MixedSource)
     return Loop(
         config=config,
         layout=mesh.layout,
@@ -265,11 +263,20 @@ def assemble(
         guard=guard,
         validation=_validation(job, corpus),
         world=ranks,
+        mixture=MixtureReport(loader, built.parts, ranks, mesh.layout) if is_mixed else None,
         ledger=ledger,
-        reports=StepReports(meter, ledger, guard, loads),
+        reports=StepReports(meter, ledger, guard, _loads(job, after_update)),
         after_step=[functools.partial(_after_step, job, built, watch)],
         profiler=profiler(config.profiler, run_dir, ranks.rank, ranks.device.type),
     )
+
+
+def _loads(job: Job, after_update: AfterUpdate) -> ExpertLoads | None:
+    if not job.facts.num_experts:
+        return None
+    has_bias = getattr(job.facts.config, "router_bias", False)
+    advice = job.config.moe.advice(has_bias) if job.ranks.rank == 0 else ""
+    return ExpertLoads(job.facts, after_update.take_totals, job.ranks.device, advice=advice)
 
 
 def _to_the_end(loop: Loop, checkpoints: Checkpoints) -> Loop:
@@ -278,7 +285,7 @@ def _to_the_end(loop: Loop, checkpoints: Checkpoints) -> Loop:
     steps = loop.state.step + loop.loader.steps_left
     if loop.loader.end_sample and steps != loop.config.training.steps:
         batch = loop.loader.global_batch_size
-        log.info("the epochs end after step %d, with %d sequences per step from here", steps, batch)
+        log.info("the data ends after step %d, with %d sequences per step from here", steps, batch)
         loop.state.schedule = WarmupStableDecay(loop.config.lr_scheduler, max(1, steps))
         loop = dataclasses.replace(loop, config=replace_fields(loop.config, {"training.steps": steps}))
     checkpoints.take_steps(loop.config)
@@ -300,6 +307,8 @@ def _sample_log(job: Job, run_dir: Path, corpus: Corpus, loop: Loop) -> SampleLo
         source=source_digest(corpus.train.identity),
         end=loop.loader.end_sample,
     )
+    if isinstance(corpus.train, MixedSource) and ranks.rank == 0:
+        log_mixture(run_dir, start.attempt, corpus.train.plan, corpus.train.place(start.sample))
     return SampleLog(run_dir, mesh.batch_rank if is_first else None, start)
 
 

@@ -25,7 +25,7 @@ from crius.parallel.gradients import Gradients
 from crius.parallel.runtime import World
 from crius.train.checkpoints import Checkpoints
 from crius.train.guard import UpdateGuard
-from crius.train.reports import StepReports
+from crius.train.reports import MixtureReport, StepReports
 from crius.train.sdc import SdcCheck
 from crius.train.state import TrainState
 from crius.train.step import Runner, evaluate, largest_loss, train_step
@@ -146,6 +146,7 @@ class Loop:
         place: gives this rank its tokens of a batch, on the device.
         after_step: functions that are called after each step with its number and the number of steps of this process.
         profiler: context of the steps; gives a function that is called after each step with its number.
+        mixture: reports of the sources; None without a mixture.
         samples: log of the samples of each step; None if no run resumes from this one.
         checkpoints: saves the run; None if the run does not save.
         stop: request to end the run; None if a signal ends it at once.
@@ -168,6 +169,7 @@ class Loop:
     reports: StepReports
     after_step: list[Callable[[int, int], object]]
     profiler: contextlib.AbstractContextManager[Callable[[int], None]]
+    mixture: MixtureReport | None = None
     samples: SampleLog | None = None
     checkpoints: Checkpoints | None = None
     stop: StopRequest | None = None
@@ -257,9 +259,12 @@ class Loop:
         with self.ledger.phase("compute"):
             placed = self.place(batch)
             self.sdc.before_step(step, placed)
+            if self.mixture:
+                self.mixture.begin()
             result = train_step(
                 step, placed, self.runner, self.gradients, self.world, self.layout, config.training.max_norm
             )
+            of_sources = self.mixture.losses(placed) if self.mixture and is_reported else {}
         status.update(phase="optimizer")
         self.reports.catch_up()  # of the step before, while the device computes this step
         with self.ledger.phase("compute"):
@@ -269,14 +274,15 @@ class Loop:
         state.step = step
         state.tokens = state.tokens + tokens
         if self.samples:
-            self.samples.write(step, batch.sample_ids)
+            self.samples.write(step, batch.sample_ids, self.mixture.sources(batch) if self.mixture else None)
         loads = self.reports.loads(tokens)
         self.reports.count(step, tokens, started, data_seconds)
         if is_reported:
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm}
             if config.metrics.enable_tensorboard or config.metrics.enable_wandb:
                 numbers["max_loss"] = largest_loss(result, placed, self.world, self.layout)
-            self.reports.add(state, lr, numbers | loads)
+            shares = self.mixture.shares() if self.mixture else {}
+            self.reports.add(state, lr, numbers | loads | of_sources, shares)
         if step == config.training.steps:
             self.reports.finish()
         self.reports.settle(step)

@@ -12,21 +12,26 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from crius.config.layout import Layout
+from crius.data.loader import IGNORE_INDEX, Batch, BatchLoader
+from crius.data.mixture import MixedSource
 from crius.launch.environment import Placement
 from crius.launch.status import status
 from crius.metrics.device import peak_memory
 from crius.metrics.ledger import TimeLedger
 from crius.metrics.loads import ExpertLoads
 from crius.metrics.record import PlanSink, Record, Sink, StepMetrics, ValidationMetrics
+from crius.models.layers import loss_of
 from crius.parallel.runtime import World
 from crius.run_file import open_log, write_run_file
+from crius.shards import local_tensor
 from crius.train.guard import UpdateGuard
 from crius.train.state import TrainState
 from crius.train.step import Late
@@ -161,6 +166,7 @@ class _Report:
     lr: float
     names: tuple[str, ...]
     totals: Late
+    shares: Mapping[str, float]
 
 
 class StepReports:
@@ -199,10 +205,13 @@ class StepReports:
         if step % PACE_INTERVAL == 0 or not status.limit_seconds:
             status.limit_seconds = self._pace.limit_seconds()
 
-    def add(self, state: TrainState, lr: float, numbers: Mapping[str, Tensor]) -> None:
-        """Report this step when its numbers have arrived: loss, gradient norm, and other metrics if there are any."""
+    def add(self, state: TrainState, lr: float, numbers: Mapping[str, Tensor], shares: Mapping[str, float]) -> None:
+        """Report this step when its numbers have arrived: loss, gradient norm, and other metrics if there are any.
+
+        ``shares`` are numbers of the sources of a mixture that the host knows already.
+        """
         values = Late(torch.stack(list(numbers.values())))
-        self._unwritten.append(_Report(copy.copy(state), lr, tuple(numbers), values))
+        self._unwritten.append(_Report(copy.copy(state), lr, tuple(numbers), values, shares))
 
     def loads(self, tokens: int) -> dict[str, Tensor]:
         """Numbers of the experts' loads in a step of ``tokens`` over all ranks; empty if they are not known."""
@@ -264,7 +273,10 @@ class StepReports:
             report = self._unwritten.pop(0)
             numbers = dict(zip(report.names, report.totals.read(), strict=True))
             numbers = self.experts.taken(numbers) if self.experts else numbers
-            self.write(self.meter.report(report.state, report.lr, self._ledger.goodput(), numbers))
+            losses = {name: numbers.pop(name) for name in report.names if "/" in name}
+            sources = {name: loss for name, loss in losses.items() if loss >= 0} | dict(report.shares)
+            fields: dict[str, Any] = {**numbers, "sources": sources}
+            self.write(self.meter.report(report.state, report.lr, self._ledger.goodput(), fields))
 
     def _rescue(self) -> None:
         # The guard is not asked: its report of a broken step is a collective, and other ranks may be elsewhere. A guard
@@ -276,6 +288,72 @@ class StepReports:
                 return
             self.meter.wait(self._clock.lap())
             self._write_next()
+
+
+class MixtureReport:
+    """What the sources of a mixture give, and what the model makes of them.
+
+    Args:
+        loader: loader of a mixture.
+        parts: this rank's stages of the model, whose losses of tokens are noted.
+        world: all ranks.
+        layout: the degrees, so that tokens that several ranks have count once.
+    """
+
+    def __init__(self, loader: BatchLoader, parts: Sequence[nn.Module], world: World, layout: Layout) -> None:
+        assert isinstance(loader.source, MixedSource)
+        self._source = loader.source
+        self._plan = loader.source.plan
+        self._loader = loader
+        self._world = world
+        self._layout = layout
+        self._noted: list[Tensor] = []
+        for part in parts:
+            if not isinstance(part.output, nn.Identity):
+                loss = loss_of(part)
+                loss.note = self._noted.append
+                loss.chunks = loss.chunks and replace(loss.chunks, note=loss.note)
+
+    def sources(self, batch: Batch) -> list[int]:
+        """Number of the source of each row; of padding, any number."""
+        there = [sample for sample in batch.sample_ids if sample >= 0]
+        chosen = dict(zip(there, self._source.found(there)[0].tolist(), strict=True))
+        return [chosen.get(sample, 0) for sample in batch.sample_ids]
+
+    def begin(self) -> None:
+        """Call before the forward pass of a step."""
+        self._noted.clear()
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """Mean loss of the tokens of each source in the step, float64 scalars, the same on all ranks; -1 without any.
+
+        One small sum over all ranks.
+
+        Args:
+            batch: the batch of the step, as the model got it.
+        """
+        number = len(self._plan.names)
+        device = batch.labels_BT.device
+        counts = (batch.labels_BT != IGNORE_INDEX).sum(1).double() / (self._layout.tp * self._layout.pp)
+        losses = torch.zeros_like(counts)
+        if self._noted:  # in the order of the rows
+            tokens = torch.cat([local_tensor(noted) for noted in self._noted])
+            losses = tokens.view(len(batch), -1).sum(1, dtype=torch.float64) / self._layout.tp
+        rows = torch.tensor(self.sources(batch), device=device)
+        sums = torch.zeros(2, number, dtype=torch.float64, device=device)
+        sums.index_add_(1, rows, torch.stack((losses, counts)))
+        total, tokens = self._world.sum(sums)
+        means = torch.where(tokens > 0, total / tokens.clamp(min=1), -1.0)
+        return {f"loss/{name}": mean for name, mean in zip(self._plan.names, means.unbind(), strict=True)}
+
+    def shares(self) -> dict[str, float]:
+        """Share of each source in all sequences so far, and its epochs, after the newest batch."""
+        place = self._source.place(self._loader.next_sample)
+        found: dict[str, float] = {}
+        for name, total, size in zip(self._plan.names, place.totals, self._plan.sizes, strict=True):
+            found[f"share/{name}"] = total / sum(place.totals)
+            found[f"epochs/{name}"] = total / size
+        return found
 
 
 ATTEMPTS = "attempts.json"

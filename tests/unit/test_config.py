@@ -439,6 +439,11 @@ def test_help_lists_every_setting(crius, monkeypatch):
     assert {f"--{name}" for name in DEFAULTS} <= set(flags_of(crius, monkeypatch, "train"))
 
 
+def verbs_of(group):
+    for member in group:
+        yield from verbs_of(member) if isinstance(member, Verbs) else [member]
+
+
 @pytest.mark.full
 def test_no_released_flag_disappears(crius, monkeypatch):
     """Scripts rely on flags. A new flag: add its line to tests/golden/flags.txt, which is sorted.
@@ -447,9 +452,18 @@ def test_no_released_flag_disappears(crius, monkeypatch):
     """
     released = (GOLDEN / "flags.txt").read_text().splitlines()
     add_verbs()
-    others = ("verify", "bench", "plan", "doctor", "data show", "config explain", "tune")  # repeat settings of train
+    others = (
+        "verify",
+        "bench",
+        "plan",
+        "doctor",
+        "data show",
+        "data mix",
+        "config explain",
+        "tune",
+    )  # repeat those of train
     now = []
-    for verb in (verb for member in app for verb in (member if isinstance(member, Verbs) else [member])):
+    for verb in verbs_of(app):
         words = " ".join(verb.words)
         found = flags_of(crius, monkeypatch, *verb.words)
         now += [f"{words} {flag}" for flag in found if "." not in flag or not words.startswith(others)]

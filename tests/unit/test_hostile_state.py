@@ -59,6 +59,7 @@ PLACES = {
         [10**30, 0, 0],
         [0, 10**18, 0],
     ),
+    "data.mixture": (None, [], {"web": [1, 2]}, {"\x1b": [0, 0, 0]}, {"web": [0, -1, 1]}, {"web": [0, 0, 10**30]}),
     "stability": (None, [], {}, 1),
     "stability.skips_in_a_row": ("absent", "1", -1, None, 2),
     "stability.rollbacks_in_a_row": (1,),

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from harness import SMALL, llama, parse, read_metrics, run_job, steps_of
+from mixture_samples import mixture_flags
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crius.data.loader import BatchLoader
@@ -81,9 +82,11 @@ def count_waits(config, run_dir, started, placement):
     (run_dir / "waits.json").write_text(json.dumps(found))
 
 
-def test_a_step_that_reports_nothing_waits_for_the_device_once_and_for_the_step_before(tmp_path):
+@pytest.mark.parametrize("data", ["one corpus", "a mixture"])
+def test_a_step_that_reports_nothing_waits_for_the_device_once_and_for_the_step_before(data, tmp_path):
     """The one wait is the guard's look at the last result; of ``PLANTED`` one more is found."""
-    run(count_waits, [*TINY, "--training.steps", "6", "--metrics.log_interval", "6"], tmp_path)
+    flags = TINY if data == "one corpus" else [*mixture_flags(tmp_path / "data"), "--validation.interval", "0"]
+    run(count_waits, [*flags, "--training.steps", "6", "--metrics.log_interval", "6"], tmp_path)
     waits = json.loads((tmp_path / "waits.json").read_text())
     assert {step: waits[step] for step in "345"} == {  # 2 writes the report of 1
         **dict.fromkeys("35", ["tolist"]),

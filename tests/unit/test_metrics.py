@@ -58,7 +58,7 @@ def test_records_have_the_fields_that_scripts_rely_on():
         *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_rank"),
         *("mfu", "tflops", "step_seconds", "data_seconds", "memory_gib", "skipped_steps", "rolled_back_steps"),
         *("goodput", "max_loss", "max_active_gib", "max_reserved_gib", "num_alloc_retries", "num_ooms"),
-        *("load_max_over_mean", "load_entropy", "dead_experts", "aux_loss"),
+        *("load_max_over_mean", "load_entropy", "dead_experts", "aux_loss", "sources"),
     ]
     names = {field.name for field in dataclasses.fields(ValidationMetrics)}
     assert names >= {"step", "val_loss", "val_perplexity", "val_bits_per_byte"}
@@ -67,13 +67,15 @@ def test_records_have_the_fields_that_scripts_rely_on():
 
 def test_jsonl_is_flushed_at_once_and_at_full_precision(tmp_path):
     sink = JsonlSink(tmp_path)
-    third = dataclasses.replace(STEP, loss=1 / 3, mfu=None)
+    third = dataclasses.replace(STEP, loss=1 / 3, mfu=None, sources={"loss/web": 0.1})
     sink.write(third)
     sink.write(VALIDATION)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close
     validation = dataclasses.asdict(VALIDATION)
     assert validation.pop("val_set") == ""  # the only set needs no name
-    assert [json.loads(line) for line in lines] == [dataclasses.asdict(third), validation]
+    step = dataclasses.asdict(third)
+    assert step.pop("sources") == {"loss/web": 0.1}
+    assert [json.loads(line) for line in lines] == [step | {"loss/web": 0.1}, validation]
     sink.close()
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from crius.data.sample_log import Attempt, samples_path
 from crius.errors import ConfigError, DataError
+from crius.tools.data_audit.shares import prove
 from crius.untrusted import SMALL, open_below, parse_json
 
 Ints = npt.NDArray[np.int64]
@@ -60,6 +61,7 @@ class Audit:
         skipped: samples that are missing.
         problems: descriptions of the errors, with a limit per kind.
         notes: further facts.
+        shares: realised shares of a mixture, as lines.
     """
 
     steps: int
@@ -72,6 +74,7 @@ class Audit:
     skipped: int
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    shares: tuple[str, ...] = ()
 
     @property
     def epochs_crossed(self) -> int | None:
@@ -94,6 +97,7 @@ class Audit:
             f"samples  {samples:,}{span}",
             f"epochs   {epoch}",
             f"redone   {sum(one.redone for one in self.attempts):,} steps (work lost, not data)",
+            *self.shares,
             *(f"note     {note}" for note in self.notes),
             *(f"problem  {problem}" for problem in self.problems),
             f"{self.repeated:,} repeated, {self.skipped:,} skipped",
@@ -113,6 +117,7 @@ class Audit:
             "skipped",
             "problems",
             "notes",
+            "shares",
         ]
         return {name: getattr(self, name) for name in names} | {"attempts": [vars(one) for one in self.attempts]}
 
@@ -125,11 +130,20 @@ class RankLog:
         starts: starts by attempt.
         ranges: ranges by attempt.
         torn: lines that cannot be read.
+        mixes: sequences of each source of a mixture, by attempt and step.
     """
 
     starts: dict[int, Attempt] = field(default_factory=dict)
     ranges: "dict[int, array[int]]" = field(default_factory=dict)
     torn: list[str] = field(default_factory=list)
+    mixes: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+
+    def steps(self, attempt: int) -> dict[int, list[list[int]]]:
+        """Ranges of samples of each step of an attempt: first, end and stride."""
+        found: dict[int, list[list[int]]] = {}
+        for step, *span in np.frombuffer(self.ranges.get(attempt, array("q")), dtype=np.int64).reshape(-1, 4).tolist():
+            found.setdefault(step, []).append(span)
+        return found
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,8 @@ def audit(run_dir: Path) -> Audit:
         for a, b in zip(attempts, attempts[1:], strict=False)
         if a.source != b.source
     ]
+    shares, wrong = prove(run_dir, [(start, one.last) for start, one in zip(attempts, audited, strict=True)], logs)
+    problems += wrong
     return Audit(
         steps=sum(one.last - one.after for one in audited),
         last_step=max((one.last for one in audited if one.last > one.after), default=0),
@@ -195,6 +211,7 @@ def audit(run_dir: Path) -> Audit:
         skipped=sum(stop - start for start, stop, _ in skipped),
         problems=tuple(problems),
         notes=tuple(notes),
+        shares=tuple(shares),
     )
 
 
@@ -227,8 +244,8 @@ def samples_of(logs: dict[int, RankLog], attempt: int, step: int) -> list[int]:
     """Samples of all ranks in a step of an attempt, ascending; empty if no rank logged it."""
     found = set[int]()
     for log in logs.values():
-        for number, *span in np.frombuffer(log.ranges.get(attempt, array("q")), dtype=np.int64).reshape(-1, 4).tolist():
-            found |= set(range(*span)) if number == step else set()
+        for span in log.steps(attempt).get(step, ()):
+            found |= set(range(*span))
     return sorted(found)
 
 
@@ -262,6 +279,8 @@ def _take(log: RankLog, line: bytes) -> bool:
             flat.extend((record["step"], first, end, stride))
         if not record["ids"]:  # only padding, but the rank took part
             flat.extend((record["step"], 0, 0, 1))
+        if "mix" in record:
+            log.mixes[record["attempt"], record["step"]] = {int(one): count for one, count in record["mix"].items()}
         log.ranges.setdefault(record["attempt"], array("q")).extend(flat)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return False

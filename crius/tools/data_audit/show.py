@@ -30,7 +30,7 @@ def show(
         DataError: the data of the run has changed, or cannot be read.
     """
     config, corpus = open_run_data(config, data_parallel_ranks, run_dir)
-    end = end_sample(config, corpus)
+    end = end_sample(config, corpus, run_batch_sizes(config, data_parallel_ranks).total)
     attempt = None
     if step:
         logged = _logged(run_dir, step) if run_dir else None

@@ -1,0 +1,101 @@
+"""Proves from the folder of a run that a mixture had its shares: each logged step against the schedule."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crius.data.mixture import Place, Plan, Span, Walk
+from crius.data.sample_log import MIXTURE, Attempt
+from crius.errors import DataError
+from crius.untrusted import HUGE, records_below
+
+if TYPE_CHECKING:
+    from crius.tools.data_audit.audit import RankLog
+
+_MOST_NAMED = 10
+
+
+def prove(
+    run_dir: Path, attempts: Sequence[tuple[Attempt, int]], logs: "Mapping[int, RankLog]"
+) -> tuple[list[str], list[str]]:
+    """Lines with the realised shares, and problems; nothing without a mixture.
+
+    Args:
+        run_dir: folder of the run.
+        attempts: each start, and the last step after it that counts.
+        logs: logs by rank.
+
+    Raises:
+        DataError: the record of the mixture cannot be read.
+    """
+    try:
+        records = records_below(run_dir / "data", MIXTURE, HUGE)
+        mixtures = {record["attempt"]: _read(record) for record in records if record}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        path = str(run_dir / "data" / MIXTURE)
+        raise DataError(f"{path} cannot be read: {error}.", where=path) from None
+    if not mixtures and not any(log.mixes for log in logs.values()):
+        return [], []
+    problems = []
+    lines = dict[Span, list[str]]()
+    reached: Place | None = None
+    for start, last in attempts:
+        if start.attempt not in mixtures:
+            problems.append(f"attempt {start.attempt} has no line in {MIXTURE}")
+            continue
+        plan, place = mixtures[start.attempt]
+        if reached and reached.totals != place.totals:
+            problems.append(f"attempt {start.attempt} starts with other counts than the schedule has there")
+        walk = Walk(plan, place)
+        problems += _differences(walk, start, last, logs)
+        reached = walk.place
+        lines |= {one.span: _lines(plan, one) for one in walk.ends() if sum(one.counts)}
+    named = problems[:_MOST_NAMED]
+    if len(problems) > len(named):
+        named.append(f"and {len(problems) - len(named)} more differences from the schedule")
+    return [line for of_span in lines.values() for line in of_span], named
+
+
+def _differences(walk: Walk, start: Attempt, last: int, logs: "Mapping[int, RankLog]") -> list[str]:
+    """What the steps of an attempt, up to ``last``, have otherwise than the schedule."""
+    names = walk.plan.names
+    steps = {rank: log.steps(start.attempt) for rank, log in logs.items()}
+    found = []
+    for step in range(start.after + 1, last + 1):
+        first = walk.place.sample
+        end = min(first + start.batch, start.end or 1 << 62)
+        chosen = np.empty(0, dtype=np.int32)
+        while walk.place.sample < end:
+            chosen = np.append(chosen, walk.take(end - walk.place.sample)[0])
+        for rank, log in logs.items():
+            ids = [number - first for span in steps[rank].get(step, ()) for number in range(*span)]
+            inside = [number for number in ids if 0 <= number < len(chosen)]  # else a sample is repeated or skipped
+            logged = log.mixes.get((start.attempt, step), {})
+            for source, wanted in enumerate(np.bincount(chosen[inside], minlength=len(names)).tolist()):
+                if (had := logged.get(source, 0)) != wanted:
+                    where = f"step {step} of attempt {start.attempt} on rank {rank}"
+                    found.append(f"{where} has {had} sequences of {names[source]}, the schedule has {wanted}")
+    return found
+
+
+def _lines(plan: Plan, end: Place) -> list[str]:
+    """The shares in a span, up to ``end``."""
+    total = sum(end.counts)
+    lines = [f"mixture  samples {end.span.first:,} to {end.sample - 1:,}"]
+    rows = zip(plan.names, end.span.weights, end.counts, end.totals, plan.sizes, strict=True)
+    for name, weight, count, of_run, size in rows:
+        share = weight / sum(end.span.weights)
+        lines.append(
+            f"  {name:<12} share {share:.4f}  had {count:,} of {total:,} = {count / total:.4f}, "
+            f"{abs(count - share * total):.2f} sequences from its share; {of_run / size:.2f} epochs"
+        )
+    return lines
+
+
+def _read(record: Mapping[str, Any]) -> tuple[Plan, Place]:
+    columns = {name: tuple(record[name]) for name in ("names", "sizes", "limits", "stops")}
+    plan = Plan(**columns, stages=tuple((first, tuple(weights)) for first, weights in record["stages"]))
+    span = Span(record["first"], tuple(record["weights"]), tuple(record["before"]))
+    return plan, Place(span, tuple(record["counts"]))

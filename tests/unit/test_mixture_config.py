@@ -1,0 +1,109 @@
+"""Mixtures as settings: tables of TOML, texts on a command line, and back."""
+
+import json
+
+import numpy as np
+import pytest
+from mixture_samples import mixture_flags
+
+from crius import cli
+from crius.cli.from_python import check_arguments, words_of
+from crius.cli.settings import config_of, run_of
+from crius.config.changes import changes, kind_of
+from crius.config.toml_file import differences, flatten, to_toml
+from crius.errors import ConfigError
+from crius.host import Machine
+from crius.train.inputs import open_run_data, resolve
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    return mixture_flags(tmp_path_factory.mktemp("mixture") / "data")
+
+
+def opened(flags, *more):
+    return open_run_data(resolve(run_of(*flags, *more), Machine(device="cpu")).config, 1)[1]
+
+
+def test_a_mixture_survives_run_toml_and_flags(flags, tmp_path):
+    run = resolve(run_of(*flags), Machine(device="cpu")).config
+    assert [json.loads(text)["source"] for text in run.data.mix] == ["text", "jsonl", "jsonl"]
+    assert json.loads(run.data.mix[2])["format"] == "chat"
+    assert run.model.attention_mask == "document", "one source has conversations"
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    again = config_of(str(tmp_path))
+    assert "data.mix" not in differences(run, again) and "data.stage" not in differences(run, again)
+    spaced = [part for text in run.data.mix for part in ("--data.mix", text.replace(": ", " :  "))]
+    assert run_of(*flags, *spaced).data.mix == run.data.mix, "one spelling"
+
+
+def test_python_takes_the_tables_of_a_mixture(flags, tmp_path):
+    run = run_of(*flags)
+    tables = {"data.mix": list(map(json.loads, run.data.mix)), "data.stage": list(map(json.loads, run.data.stage))}
+    check_arguments(tables, ())
+    assert run_of(*words_of(tables, "llama3_debug", tmp_path)).data.mix == run.data.mix
+    assert run_of(*words_of(run, "", tmp_path)).data == run.data
+
+
+def test_a_mixture_replaces_the_data_of_a_recipe(flags):
+    run = run_of(*(flag.replace("llama3_debug", "smollm2_sft") for flag in flags))
+    assert run.data.source == "stdlib" and run.data.mix
+
+
+def test_other_shares_are_refused_at_a_resume(flags):
+    old = flatten(run_of(*flags))
+    new = old | {"data.mix": (old["data.mix"][0].replace("0.5", "0.6"), *old["data.mix"][1:])}
+    assert [change.name for change in changes(old, new)] == ["data.mix"]
+    assert kind_of("data.mix") == kind_of("data.stage") == kind_of("data.alpha") == "refuse"
+
+
+WEIGHTS = {
+    "tokens": ([{"tokens": 6400}, {"tokens": 3200}, {"tokens": 3200}], lambda sizes: [2, 1, 1]),
+    "epochs": ([{"epochs": 1}, {"epochs": 2}, {"epochs": 0.5}], lambda sizes: sizes * [1, 2, 0.5]),
+    "by size": ([{}] * 3, lambda sizes: sizes),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_tokens_epochs_and_sizes_give_weights(name, flags):
+    given, expected = WEIGHTS[name]
+    texts = []
+    for text, share in zip(run_of(*flags).data.mix, given, strict=True):
+        table = {key: value for key, value in json.loads(text).items() if key != "weight"}
+        texts += ["--data.mix", json.dumps(table | share)]
+    more = ["--data.alpha", "1"] if name == "by size" else []
+    mixed = opened(flags, *texts, *more).train
+    weights = np.array(mixed.stages[0][1], dtype=float)
+    wanted = np.array(expected(np.array(mixed.plan.sizes)), dtype=float)
+    assert weights / weights.sum() == pytest.approx(wanted / wanted.sum(), abs=1e-6)
+
+
+def test_all_sources_that_cannot_be_opened_are_reported_together(flags, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": 1}\n')
+    texts = [
+        {"name": "empty", "path": str(empty), "weight": 1},
+        {"name": "broken", "path": str(broken), "field": "text", "weight": 1},
+    ]
+    given = [part for text in texts for part in ("--data.mix", json.dumps(text))]
+    flags = [*flags[:2], *flags[4:]]
+    with pytest.raises(ConfigError) as caught:
+        opened(flags, *given)
+    said = str(caught.value)
+    assert "2 problems" in said and "[[data.mix]] empty" in said and "[[data.mix]] broken" in said
+
+
+def test_the_plan_of_a_mixture_is_shown_before_a_run(flags, capsys):
+    assert cli.main(["data", "mix", "show", *flags, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    mixed = opened(flags).train
+    assert [one["sequences"] for one in plan["sizes"].values()] == list(mixed.plan.sizes)
+    assert plan["sizes"]["chat"]["labels"] < plan["sizes"]["chat"]["tokens"]
+    spans = plan["spans"]
+    assert [(span["first_step"], span["last_step"]) for span in spans][0] == (1, 19)
+    ended = [one["name"] for span in spans for one in span["sources"] if one["ends"]]
+    assert ended == ["sums"] and sum(one["sequences"] for span in spans for one in span["sources"]) == 300
+    assert cli.main(["data", "mix", "show", *flags]) == 0
+    assert "share 0.5000, 57 sequences" in capsys.readouterr().out
