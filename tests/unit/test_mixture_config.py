@@ -107,3 +107,23 @@ def test_the_plan_of_a_mixture_is_shown_before_a_run(flags, capsys):
     assert ended == ["sums"] and sum(one["sequences"] for span in spans for one in span["sources"]) == 300
     assert cli.main(["data", "mix", "show", *flags]) == 0
     assert "share 0.5000, 57 sequences" in capsys.readouterr().out
+
+
+def test_validation_texts_that_are_also_trained_on_are_counted(tmp_path, capsys):
+    texts = [f"text number {number} " * 20 for number in range(60)]
+    rows = {"a": texts[:40], "b": [*texts[40:], *texts[38:40]]}  # b ends with the end of a, which is held out
+    flags = ["--training.seq_len", "32", "--validation.fraction", "0.1", "--training.global_batch_size", "2"]
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+        entry = {"name": name, "path": str(tmp_path / f"{name}.jsonl"), "weight": 1}
+        flags += ["--data.mix", json.dumps(entry)]
+    held = [*rows["a"][-4:], *rows["b"][-2:]]
+    trained = [*rows["a"][:-4], *rows["b"][:-2]]
+    assert not {*held} & {*trained}
+    assert cli.main(["data", "mix", "show", *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["validation"]
+    assert {name: one["in_training"] for name, one in found.items()} == {"a": 0, "b": 0}
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows["b"][::-1]))
+    assert cli.main(["data", "mix", "show", *flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["validation"]
+    assert found["a"]["in_training"] == 2 and found["b"]["in_training"] == 0

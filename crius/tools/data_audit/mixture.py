@@ -7,6 +7,7 @@ from crius.config.run import RunConfig
 from crius.data.mixture import MixedSource, Place, Plan, Walk
 from crius.data.samples import SampleSource
 from crius.errors import ConfigError
+from crius.tools.data_audit.repeats import repeats_of
 from crius.train.inputs import open_run_corpus, run_batch_sizes
 
 
@@ -16,7 +17,7 @@ def plan_of(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None) -
     Returns:
         ``sizes``: sequences, tokens and labels of each source in one epoch, by name; ``spans``: first and last step of
         each span of constant weights, and its sources, with share, sequences, epochs since the start of the run, and
-        whether they end there.
+        whether they end there; ``validation``: see ``repeats_of``.
 
     Raises:
         ConfigError: the run has no mixture.
@@ -24,7 +25,8 @@ def plan_of(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None) -
     """
     if not config.data.mix:
         raise ConfigError("the run has no mixture.", where="data.mix", fix="give a TOML file with [[data.mix]]")
-    source = open_run_corpus(config, data_parallel_ranks, run_dir).train
+    corpus = open_run_corpus(config, data_parallel_ranks, run_dir)
+    source = corpus.train
     assert isinstance(source, MixedSource)
     batch = run_batch_sizes(config, data_parallel_ranks).total
     walk = Walk(source.plan)
@@ -46,7 +48,7 @@ def plan_of(config: RunConfig, data_parallel_ranks: int, run_dir: Path | None) -
         for end in walk.ends()
         if sum(end.counts)
     ]
-    return {"sizes": sizes, "spans": spans}
+    return {"sizes": sizes, "spans": spans, "validation": repeats_of(source.sources, corpus.held_out)}
 
 
 def _sources(plan: Plan, end: Place) -> list[dict[str, Any]]:
@@ -75,4 +77,7 @@ def lines_of(plan: dict[str, Any]) -> list[str]:
             share = f"share {one['share']:.4f}, {one['sequences']:,} sequences, {one['epochs']:.2f} epochs"
             end = f", ends in step {span['last_step']:,}" if one["ends"] else ""
             lines.append(f"  {one['name']:<14} {share} at the end{end}")
+    for name, one in plan["validation"].items():
+        counts = f"{one['in_training']:,} of {one['documents']:,} texts also stand in the training data"
+        lines.append(f"validation {name}: {counts}")
     return lines
