@@ -156,6 +156,17 @@ def test_curves_are_those_that_a_run_has(tmp_path):
     assert found["results"]["loss"] is None and found["results"]["validations"] == {"web": 2.0, "code": 2.0}
 
 
+def test_a_mixture_is_told_by_source(tmp_path, capsys):
+    of_sources = {"loss/web": 2.5, "share/web": 0.4, "epochs/web": 1.5}
+    run = write_run(tmp_path / "run", fields=of_sources)
+    [found] = shown(run)["runs"]
+    assert found["results"]["sources"] == of_sources
+    other = write_run(tmp_path / "other", fields=of_sources | {"share/web": 0.6})
+    assert cli.main(["compare", str(run), str(other), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert (results["share/web"], results["epochs/web"]) == ([0.4, 0.6], [1.5, 1.5])
+
+
 def test_a_restart_is_told_with_what_its_recovery_took(tmp_path):
     recovery = {"attempt": 1, "step": 97, "steps_again": 16, "seconds": 5.5}
     files = {"logs/recoveries.jsonl": json.dumps(recovery) + "\n"}

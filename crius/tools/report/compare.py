@@ -182,10 +182,15 @@ def _starts(run: RunHistory) -> dict[str, str]:
     return {name: ", then ".join(found) for name, found in values.items() if found}
 
 
+OF_SOURCES = ("loss/", "share/", "epochs/")
+"""Begin the names of columns of a source of a mixture."""
+
+
 def results_of(run: RunHistory) -> dict[str, Any]:
     """The results of a run; None: the run lacks this result.
 
-    ``validations`` has the last loss of each validation set. ``wall_seconds`` is the wall time of the last command.
+    ``validations`` has the last loss of each validation set, ``sources`` the last ``loss/NAME``, ``share/NAME`` and
+    ``epochs/NAME`` of each source of a mixture. ``wall_seconds`` is the wall time of the last command.
     """
     summary = whole_summary(run)
     return {
@@ -193,6 +198,7 @@ def results_of(run: RunHistory) -> dict[str, Any]:
         "step": _last(run.steps, "step"),
         "loss": _last(run.steps, "loss"),
         "validations": {name: _last(columns, "val_loss") for name, columns in run.validations.items()},
+        "sources": {name: _last(run.steps, name) for name in run.steps if name.startswith(OF_SOURCES)},
         "tokens_per_second": _median(run.steps, "tokens_per_second"),
         "mfu": _median(run.steps, "mfu"),
         "memory_gib": max(_numbers(run.steps, "memory_gib"), default=None),
@@ -216,10 +222,13 @@ def _results(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:
     table: dict[str, list[Any]] = {}
     found = [results_of(run) for run in runs]
     sets = dict.fromkeys(name for results in found for name in results["validations"])
+    of_sources = dict.fromkeys(name for results in found for name in results["sources"])
     for name in found[0]:
         if name == "validations":
             for label in sets:
                 table[f"val_loss {label}".strip()] = [results[name].get(label) for results in found]
+        elif name == "sources":
+            table |= {label: [results[name].get(label) for results in found] for label in of_sources}
         else:
             table[name] = [results[name] for results in found]
     return table

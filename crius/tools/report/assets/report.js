@@ -459,6 +459,15 @@ function sampleList(run) {
     el("pre", {}, el("span", { class: "prompt" }, one.prompt), one.chat === true ? "\n" : "", one.text)));
 }
 
+function mixtureTable(run) {
+  const of = run.results.sources;
+  const names = Object.keys(of).filter((key) => key.startsWith("share/")).map((key) => key.slice(6));
+  if (!names.length) return null;
+  const row = (name) => [name, or(fixed(4))(of[`loss/${name}`]), or(fixed(4))(run.results.validations[name]),
+    or(percent)(of[`share/${name}`]), or(fixed(2))(of[`epochs/${name}`])];
+  return table([["source", ""], ["training loss", "r"], ["validation loss", "r"], ["share of sequences", "r"], ["epochs", "r"]], names.map(row), "mixture");
+}
+
 function remarks(run) {
   return [
     run.damaged ? `${many(run.damaged, "damaged line")} of metrics.jsonl ${run.damaged === 1 ? "is" : "are"} left out.` : null,
@@ -471,6 +480,7 @@ function remarks(run) {
 function details(run) {
   const trouble = [restartTable(run), incidentList(run)].filter(Boolean);
   return [
+    section("Mixture", mixtureTable(run)),
     section("Samples", sampleList(run)),
     section("Where the time went", timeTable(run)),
     trouble.length ? section(run.restarts.length && run.incidents.length ? "Restarts and incidents" : run.restarts.length ? "Restarts" : "Incidents", trouble) : null,
@@ -500,12 +510,14 @@ const largestOf = (one) => (one.num_not_finite ? ["not finite", grouped(one.firs
 
 function resultTable() {
   const sets = [...new Set(runs.flatMap((run) => Object.keys(run.results.validations)))];
+  const sources = [...new Set(runs.flatMap((run) => Object.keys(run.results.sources)))];
   const rows = [
     ["state", (run) => state(run)[0]], ["layout", (run) => run.start.layout || DASH], ["device", (run) => run.start.device || DASH], ["steps", (run) => grouped(run.steps)],
     ["final loss", (run) => or(fixed(6))(run.results.loss)],
     ...sets.map((set) => [set ? `validation loss, ${set}` : "validation loss", (run) => or(fixed(6))(run.results.validations[set])]),
     ["largest difference", (run, i) => (i === 0 ? DASH : largestOf(shown.apart[i - 1])[0])],
     ["in step", (run, i) => (i === 0 ? DASH : largestOf(shown.apart[i - 1])[1])],
+    ...sources.map((key) => [key.replace("/", ", "), (run) => or(fixed(4))(run.results.sources[key])]),
     ["tokens/s, median", (run) => or(grouped)(run.results.tokens_per_second)], ["MFU, median", (run) => or(percent)(run.results.mfu)],
     ["peak memory", (run) => or(fixed(2), " GiB")(run.results.memory_gib)], ["goodput", (run) => or(percent)(run.results.goodput)],
     ["wall time, last command", (run) => seconds(run.results.wall_seconds)], ["restarts", (run) => grouped(run.results.restarts)],
