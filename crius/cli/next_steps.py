@@ -15,7 +15,7 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import step_name
 from crius.cli.app import COMMAND, emit, script, started, train_verb
 from crius.config.command_line import last_of_each
-from crius.config.data import DataConfig
+from crius.config.data import DataConfig, read_entry
 from crius.config.facts import Facts
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
@@ -191,6 +191,8 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
 def _prompt(data: DataConfig) -> str:
     """The first words of the data: a model of German text answers German."""
     words: list[str] = []
+    if data.mix:
+        data = read_entry(data.mix[0]).corpus(data)
     if data.source in KINDS and data.source != "stdlib":
         with contextlib.suppress(CriusError):
             first = next(iter(read_pieces(data, find_files(data))), None)

@@ -79,5 +79,7 @@ def lines_of(plan: dict[str, Any]) -> list[str]:
             lines.append(f"  {one['name']:<14} {share} at the end{end}")
     for name, one in plan["validation"].items():
         counts = f"{one['in_training']:,} of {one['documents']:,} texts also stand in the training data"
+        if not one["documents"]:
+            counts = "no whole text is held out"
         lines.append(f"validation {name}: {counts}")
     return lines
