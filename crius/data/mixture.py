@@ -385,6 +385,11 @@ class MixedSource:
                 numbers[missing[is_here]] = block.numbers[indices[is_here]]
         return sources, numbers
 
+    def origin(self, sample: int) -> tuple[str, int]:
+        """The name of the source of a sample, and its number in that source."""
+        (source,), (number,) = self.found([sample])
+        return self.plan.names[source], int(number)
+
     def place(self, sample: int) -> Place:
         """The place before ``sample``, which is at most the end of the data."""
         with self._lock:

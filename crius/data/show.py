@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TextIO
 
 import numpy as np
 
+from crius.data.mixture import MixedSource
 from crius.data.samples import SampleSource
 from crius.data.source import NO_LABEL, PADDING_ID, Rows, TokenSource
 from crius.redact import printable
@@ -32,6 +33,7 @@ class ShownDocument:
         is_padding: whether it is padding.
         tokens, labels: tokens and labels of its places.
         parts: its text in parts, each with True if it is trained on.
+        source: name of its source in a mixture; empty: there is one corpus.
     """
 
     begin: int
@@ -41,6 +43,7 @@ class ShownDocument:
     tokens: list[int]
     labels: list[int]
     parts: list[tuple[str, bool]]
+    source: str = ""
 
     @property
     def num_labels(self) -> int:
@@ -62,7 +65,7 @@ class ShownDocument:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as data."""
-        names = ("begin", "end", "conversation", "is_padding", "tokens", "labels")
+        names = (*(["source"] if self.source else []), "begin", "end", "conversation", "is_padding", "tokens", "labels")
         parts = [{"text": text, "is_trained": is_trained} for text, is_trained in self.parts]
         return {name: getattr(self, name) for name in names} | {"parts": parts}
 
@@ -118,8 +121,15 @@ def read_shown(source: TokenSource, sample_ids: Sequence[int], tokenizer: Tokeni
     """The documents of each sample, by sample id."""
     found = {}
     for sample in sorted(set(sample_ids)):
-        held = source.conversations(sample) if isinstance(source, SampleSource) else ()
-        found[sample] = documents_of(source.read([sample]), 0, tokenizer, held)
+        name = ""
+        number = sample
+        reader = source
+        if isinstance(source, MixedSource):
+            name, number = source.origin(sample)
+            reader = source.sources[name]
+        held = reader.conversations(number) if isinstance(reader, SampleSource) else ()
+        documents = documents_of(reader.read([number]), 0, tokenizer, held)
+        found[sample] = [replace(one, source=name) for one in documents]
     return found
 
 
@@ -133,6 +143,8 @@ def lines_of(shown: Mapping[int, Sequence[ShownDocument]], *, in_colour: bool) -
         what = "conversations" if any(one.conversation is not None for one in documents) else "documents"
         count = sum(not one.is_padding for one in documents)
         rest = f", {padding:,} of padding" if padding else ""
+        if documents[0].source:
+            rest += f", of {documents[0].source}"
         lines.append(f"=== sample {sample}: {places:,} tokens, {number:,} trained on, {count:,} {what}{rest}")
         for one in documents:
             name = "padding" if one.is_padding else "document"

@@ -78,7 +78,7 @@ class _ConsoleHandler(logging.Handler):
 
     _has_failed = False
 
-    def __init__(self, is_brief: bool) -> None:
+    def __init__(self, is_brief: bool = False) -> None:
         super().__init__()
         self._is_brief = is_brief
         self._is_start = is_brief

@@ -127,3 +127,12 @@ def test_validation_texts_that_are_also_trained_on_are_counted(tmp_path, capsys)
     assert cli.main(["data", "mix", "show", *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["validation"]
     assert found["a"]["in_training"] == 2 and found["b"]["in_training"] == 0
+
+
+def test_a_sample_is_shown_with_its_source(flags, capsys):
+    mixed = opened(flags).train
+    wanted = [sample for name in mixed.plan.names for sample in range(30) if mixed.origin(sample)[0] == name][::7]
+    assert cli.main(["data", "show", *flags, *(f"--sample={sample}" for sample in wanted)]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("=== ")]
+    assert [line.rpartition(", of ")[2] for line in heads] == [mixed.origin(sample)[0] for sample in sorted(wanted)]
+    assert any("conversations" in line and line.endswith("of chat") for line in heads)
