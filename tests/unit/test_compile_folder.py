@@ -79,7 +79,7 @@ def test_ranks_share_the_cores_that_compile(cores, ranks, variable, threads, env
     if variable:
         environ.setenv("TORCHINDUCTOR_COMPILE_THREADS", variable)
         inductor_config.compile_threads = int(variable)  # as on import
-    environ.setattr(compile_module, "_num_cores", lambda: cores)
+    environ.setattr(compile_module, "usable_cores", lambda: cores)
     prepare_compile(CompileConfig(enable=True), tmp_path, local_ranks=ranks)
     assert inductor_config.compile_threads == int(os.environ["TORCHINDUCTOR_COMPILE_THREADS"]) == threads
 

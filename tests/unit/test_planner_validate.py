@@ -75,7 +75,7 @@ def test_published_speeds_are_explained(report):
 @pytest.mark.parametrize("name", ["README.md", "docs/tested.md"])
 def test_documents_claim_no_more_rows_than_are_judged(report, name):
     total = len(report.judged) + len(report.unjudged)
-    said = f"held against {len(report.judged)} of {total} published runs"
+    said = f"compared with {len(report.judged)} of {total} published runs"
     assert said in (ROOT / name).read_text().replace("[", "")
 
 

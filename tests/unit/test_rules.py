@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import resource
+import sys
 
 import pytest
 from configured import configured
@@ -134,7 +135,7 @@ def test_the_commands_people_come_with_parse_and_break_no_rule(flags, capsys, mo
 @pytest.mark.usefixtures("no_gpus")
 def test_more_processes_than_a_machine_can_bear_are_refused_with_the_dry_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("crius.cli.app.usable_cores", lambda: 4)
+    monkeypatch.setattr(sys.modules["crius.cli.app"], "usable_cores", lambda: 4)
     assert cli.main(["train", SHARD, "64", TENSOR, "8"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("LayoutError: 512 ranks on this machine, which has 4 CPU cores.")

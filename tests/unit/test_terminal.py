@@ -23,7 +23,8 @@ def on_terminal(columns, folder, *words, code=0):
     """What ``crius`` with ``words`` shows on a terminal of that width: its lines, and whether each was ever wider."""
     ours, its = pty.openpty()
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environ |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "crius", *words]
     child = subprocess.Popen(command, cwd=folder, stdin=its, stdout=its, stderr=its, env=environ)
     os.close(its)
