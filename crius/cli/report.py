@@ -1,6 +1,7 @@
 """``crius report``, and the report that a run writes at its end."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -58,10 +59,15 @@ def write_last_report(run: RunConfig, folder: Path) -> None:
     """
     if not run.metrics.enable_report or not (folder / "metrics.jsonl").exists():
         return
+    report_or_warn([folder], folder / REPORT)
+
+
+def report_or_warn(folders: Sequence[Path], out: Path) -> None:
+    """Write the report of the runs in ``folders`` that have a record. An error here is only a warning."""
     try:
-        history = read_run(folder)
-        if history.steps:
-            write_report([history], folder / REPORT, SOURCES.origins)
+        histories = [history for history in map(read_run, folders) if history.steps]
+        if histories:
+            write_report(histories, out, SOURCES.origins)
     except Exception as error:  # a failed report does not change the exit code of the run
         why = error.what if isinstance(error, CriusError) else f"{type(error).__name__}: {error}"
         sys.stderr.write(printable(redact(f"warning: no report of this run: {why}\n")))

@@ -85,7 +85,7 @@ def test_runs_whose_validation_data_differ_are_not_compared(settings, start, why
     trained(tmp_path / "a", 2.0)
     trained(tmp_path / "b", 3.0, start, **settings)
     trained(tmp_path / "c", training__seq_len=99)  # without a validation it does not count
-    told = f"no run is marked as best: their validation data differ ({why})" if why else ""
+    told = f"no run is best: the validation data differ ({why})" if why else ""
     assert ranked(tmp_path) == (None if why else "a", told)
     for command in (("runs", tmp_path), ("compare", tmp_path / "a", tmp_path / "b")):
         lines = shown(capsys, *command)

@@ -179,12 +179,12 @@ def _row(path: Path, name: str) -> RunRow:
         table = name.partition(".")[0]
         return _settings_in(table, tables.get(table, "")).get(name)
 
-    lines = _tail(path, "metrics.jsonl", _TAIL)
+    lines = tail(path, "metrics.jsonl", _TAIL)
     last = _last(lines, "loss")
     summary = object_below(path, "summary.json") or {}
     validation = _first_set(lines)
     if validation is None and setting("validation.interval"):
-        validation = _first_set(_tail(path, "metrics.jsonl", _LONG_TAIL))
+        validation = _first_set(tail(path, "metrics.jsonl", _LONG_TAIL))
     found = last or {}
     step = _whole(found.get("step"))
     start = _last_start(path)
@@ -207,7 +207,7 @@ def _row(path: Path, name: str) -> RunRow:
 
 
 def _rehearsed(path: Path) -> str:
-    found = _last(_tail(path, REHEARSALS, _TAIL), "problem")
+    found = _last(tail(path, REHEARSALS, _TAIL), "problem")
     step = _whole((found or {}).get("step"))
     if found is None or step is None:
         return ""
@@ -269,7 +269,8 @@ def _text(run: Path) -> str:
 
 def _tables_of(text: str) -> dict[str, str]:
     """Names and texts of the tables of a ``run.toml``. Parsing the whole file would take milliseconds."""
-    return dict(re.findall(r"^\[([\w.]+)\]\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL))
+    parts = re.split(r"^\[([\w.]+)\]\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 @functools.lru_cache(maxsize=1000)
@@ -283,10 +284,10 @@ def _settings_in(table: str, text: str) -> Mapping[str, Any]:
 
 
 def _last_start(path: Path) -> dict[str, Any]:
-    return _last(_tail(path, "starts.jsonl", _TAIL), "time") or {}
+    return _last(tail(path, "starts.jsonl", _TAIL), "time") or {}
 
 
-def _tail(run: Path, name: str, num_bytes: int) -> list[bytes]:
+def tail(run: Path, name: str, num_bytes: int) -> list[bytes]:
     """The complete lines among the last bytes of a file; a file that is missing has none."""
     with contextlib.suppress(FileNotFoundError), open_below(run, name) as file:
         start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
@@ -368,7 +369,7 @@ def _difference(runs: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str,
     elif "debug.seed" not in differing:  # which decides the order of the training data, and so its hash
         hashes.append("data_hash")
     found += [name for name in hashes if len({start.get(name) for start in starts}) > 1]
-    return f"no run is marked as best: their validation data differ ({', '.join(found)})" if found else ""
+    return f"no run is best: the validation data differ ({', '.join(found)})" if found else ""
 
 
 def short_names(names: Collection[str]) -> list[str]:
