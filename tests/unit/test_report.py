@@ -124,6 +124,28 @@ def test_the_command_that_repeats_a_run_works_as_it_stands(degree, ranks, more, 
     assert shown(run)["runs"][0]["repeat"] == f"crius train --config '{run}/run.toml'{more}"
 
 
+def test_the_command_that_repeats_a_run_below_this_folder_has_a_relative_path(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "here" / "runs" / "a")
+    monkeypatch.chdir(tmp_path / "here")
+    assert shown(run)["runs"][0]["repeat"] == "crius train --config runs/a/run.toml"
+    monkeypatch.chdir(run)
+    assert shown(Path("../a"))["runs"][0]["repeat"] == "crius train --config run.toml"
+
+
+def test_runs_of_a_report_are_in_the_order_of_their_validation_losses(tmp_path):
+    files = {"starts.jsonl": json.dumps({"time": 1.0, "step": 0}) + "\n"}
+    runs = []
+    for name, rate, val_loss in (("a", 1.0, 2.5), ("b", 2.0, 2.0)):
+        run = write_run(tmp_path / name, settings={"optimizer.lr": rate}, files=files)
+        runs.append(run)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "val_loss": val_loss}) + "\n")
+    found = shown(*runs, write_run(tmp_path / "c", files=files))["ranking"]
+    assert (found["order"], found["best"], found["why"]) == ([1, 0, 2], 1, "")
+    assert found["losses"] == [2.5, 2.0, None]
+    assert found["settings"] == {"optimizer.lr": [1.0, 2.0, RunConfig().optimizer.lr]}
+
+
 def test_a_name_that_is_not_utf8_has_a_report(tmp_path):
     run = write_run(tmp_path / os.fsdecode(b"run\xe9"))
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "new.html")]) == 0
