@@ -1,6 +1,10 @@
-"""``crius report``, and the report that a run writes at its end."""
+"""``crius report``, and the report that a run writes while it trains and at its end."""
 
+import contextlib
+import math
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +16,10 @@ from crius.redact import printable, redact
 from crius.tools.report.history import read_run
 from crius.tools.report.page import REPORT, is_report, write_report
 from crius.tools.report.runs import expanded
+
+_SECONDS = 60.0
+_TIMES = 100
+"""Seconds between two reports of a run that trains, and at least this many times the seconds that one takes."""
 
 
 @app.verb
@@ -48,6 +56,39 @@ def _check(out: Path) -> None:
         raise ConfigError(
             f"{out} exists and is not a report.", where="--out", why="it would be lost", fix="--out another.html"
         )
+
+
+class LiveReport:
+    """The report of a run that trains, written again each minute by a process of its own.
+
+    Steps never wait for it. A report that takes long is written more rarely, so that it takes at most 1 % of the time.
+
+    Args:
+        folder: the run folder.
+        is_on: whether the report is written at all.
+    """
+
+    def __init__(self, folder: Path, *, is_on: bool) -> None:
+        self._command = [sys.executable, "-m", "crius", "report", str(folder)]
+        self._due = time.monotonic() + _SECONDS if is_on else math.inf
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def poll(self) -> None:
+        """Start the process if it is time. Call this about once per second."""
+        now = time.monotonic()
+        if self._process and self._process.poll() is not None:
+            self._process = None
+            self._due += max(_SECONDS, _TIMES * (now - self._due))
+        elif not self._process and now >= self._due:
+            self._due = now
+            with contextlib.suppress(OSError):
+                quiet = subprocess.DEVNULL
+                self._process = subprocess.Popen(self._command, stdout=quiet, stderr=quiet)
+
+    def close(self) -> None:
+        """Wait for the process, so that the last report is the newest."""
+        if self._process:
+            self._process.wait()
 
 
 def write_last_report(run: RunConfig, folder: Path) -> None:

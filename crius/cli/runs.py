@@ -30,12 +30,9 @@ def runs(
     rows = find_runs(folder) if folder != RUNS or folder.exists() else []
     if as_json:
         ranking = rank(rows)
-        found = [row.as_dict() | {"settings": {}} for row in rows]
-        for name, values in ranking.settings.items():
-            for run, value in zip(found, values, strict=True):
-                run["settings"][name] = value
         best = None if ranking.best is None else rows[ranking.best].name
-        emit(json.dumps({"folder": str(folder), "runs": found, "best": best, "not_compared": ranking.why}, indent=2))
+        found = {"folder": str(folder), "runs": [row.as_dict() for row in rows], "settings": ranking.settings}
+        emit(json.dumps(found | {"best": best, "not_compared": ranking.why}, indent=2))
     elif rows:
         emit("\n".join(run_lines(rows)))
     else:

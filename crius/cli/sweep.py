@@ -36,12 +36,12 @@ def sweep(
     with caught_signals() as stops:
         rows = train_all(trials, stops, is_quiet=as_json)
     ranking = rank(rows)
-    best = None if ranking.best is None else rows[ranking.best]
     report = folder / REPORT
     report_or_warn([trial.folder for trial in trials if is_run(trial.folder)], report)
     if as_json:
         runs = [{"settings": dict(trials[number].values), **rows[number].as_dict()} for number in ranking.order]
-        found = {"folder": str(folder), "runs": runs, "best": best and best.name, "not_compared": ranking.why}
+        best = None if ranking.best is None else rows[ranking.best].name
+        found = {"folder": str(folder), "runs": runs, "best": best, "not_compared": ranking.why}
         emit(json.dumps(found, indent=2))
     else:
         emit("\n".join([*ranking.note, *([f"report: {report}"] if report.exists() else [])]))

@@ -48,7 +48,8 @@ def test_a_list_shows_the_settings_that_differ_and_marks_the_lowest_validation_l
     }
     found = json.loads("\n".join(shown(capsys, "runs", tmp_path, "--json")))
     assert (found["best"], found["not_compared"]) == ("b", "")
-    assert {run["name"]: run["settings"]["optimizer.lr"] for run in found["runs"]} == {"a": 0.1, "b": 0.2, "c": 0.3}
+    rates = dict(zip([run["name"] for run in found["runs"]], found["settings"]["optimizer.lr"], strict=True))
+    assert rates == {"a": 0.1, "b": 0.2, "c": 0.3}
 
 
 def test_nothing_is_shown_where_nothing_differs_and_one_run_is_not_best(tmp_path, capsys):

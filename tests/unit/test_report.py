@@ -11,6 +11,7 @@ import pytest
 from report_runs import write_run
 
 from crius import cli
+from crius.cli import report as report_verb
 from crius.cli.report import write_last_report
 from crius.config.run import RunConfig, replace_fields
 from crius.tools.report import page as page_file
@@ -413,3 +414,27 @@ def test_the_report_at_the_end_of_a_run_is_turned_off_or_costs_a_warning(tmp_pat
     monkeypatch.setattr("crius.cli.report.write_report", lambda *_: 1 / 0)
     write_last_report(RunConfig(), run)
     assert capsys.readouterr().err == "warning: no report of this run: ZeroDivisionError: division by zero\n"
+
+
+def test_the_report_of_a_run_that_trains_is_written_again_by_another_process(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    clock = [0.0]
+    monkeypatch.setattr(report_verb.time, "monotonic", lambda: clock[0])
+    live = report_verb.LiveReport(run, is_on=True)
+    live.poll()
+    assert live._process is None  # not yet
+    clock[0] = 60.0
+    live.poll()
+    process = live._process
+    live.close()
+    assert process.returncode == 0 and (run / "report.html").stat().st_size > 50_000
+    clock[0] = 62.0
+    live.poll()
+    assert live._process is None and live._due == 60 + 100 * 2  # it took two seconds: at most 1 % of the time
+    clock[0] = 259.0
+    live.poll()
+    assert live._process is None
+    off = report_verb.LiveReport(run, is_on=False)
+    clock[0] = 1e9
+    off.poll()
+    assert off._process is None
