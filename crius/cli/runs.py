@@ -10,7 +10,7 @@ from crius.redact import printable
 from crius.tools.report.compare import compare as compare_runs
 from crius.tools.report.curves import TOLERANCE
 from crius.tools.report.history import read_run
-from crius.tools.report.runs import expanded, find_runs, run_lines
+from crius.tools.report.runs import expanded, find_runs, rank, run_lines
 
 RUNS = Path("runs")
 
@@ -22,13 +22,17 @@ def runs(
     *,
     as_json: Json = False,
 ) -> int:
-    """List runs, the newest first: state, step, loss, speed, and the time since the last record.
+    """List runs, the newest first: state, step, loss, speed, time since the last record, settings that differ.
 
+    The lowest validation loss has a star, if all runs validated on the same data.
     The state is running, finished, stopped or preempted (with the signal), or failed (with the error).
     """
     rows = find_runs(folder) if folder != RUNS or folder.exists() else []
     if as_json:
-        emit(json.dumps({"folder": str(folder), "runs": [row.as_dict() for row in rows]}, indent=2))
+        ranking = rank(rows)
+        best = None if ranking.best is None else rows[ranking.best].name
+        found = {"folder": str(folder), "runs": [row.as_dict() for row in rows], "settings": ranking.settings}
+        emit(json.dumps(found | {"best": best, "not_compared": ranking.why}, indent=2))
     elif rows:
         emit("\n".join(run_lines(rows)))
     else:

@@ -209,6 +209,7 @@ def _start(
     Only workers can be restarted, so a supervised run has workers even if one is enough.
     """
     with waiting("importing torch"):
+        from crius.cli.report import LiveReport
         from crius.launch.crew import Supervision
         from crius.launch.environment import single_placement
         from crius.launch.local import run_single, run_workers
@@ -218,15 +219,22 @@ def _start(
 
     tools = run_tools(run, folder)
     target = functools.partial(job.run, run, folder, STARTED, strict=strict, notes=SOURCES.notes, tools=tools)
+    live = LiveReport(folder, is_on=run.metrics.enable_report and not (placement and placement.rank))
+
+    def poll(attempt: int, pids: Mapping[int, int]) -> None:
+        keep_all(locks)
+        live.poll()
+
     if placement is None and (num_ranks > 1 or run.checkpoint.is_supervised):
         # without checkpoints on the way a restart would begin again at step 1, which a person must decide
         launch = run.launch if run.checkpoint.is_supervised else dataclasses.replace(run.launch, max_restarts=0)
-        supervision = Supervision(launch=launch, watchdog=run.watchdog, on_poll=lambda attempt, pids: keep_all(locks))
+        supervision = Supervision(launch=launch, watchdog=run.watchdog, on_poll=poll)
         code = run_workers(target, num_ranks, folder, supervision=supervision)
     else:
-        with kept(locks):
+        with kept(locks, live.poll):
             code = run_single(target, placement or single_placement(), folder, run.watchdog)
     ignore_stop_signals()  # the exit code is known
+    live.close()
     return code
 
 

@@ -147,7 +147,7 @@ class MetricsConfig:
     lines."""
 
     enable_report: bool = True
-    """Write report.html at the end of the run: curves, time, incidents and settings in one file."""
+    """Write report.html each minute and at the end of the run: curves, time, incidents and settings in one file."""
 
 
 @dataclass(frozen=True, kw_only=True)

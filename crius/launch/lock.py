@@ -11,7 +11,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +159,20 @@ def keep_all(locks: Sequence[RunLock]) -> None:
 
 
 @contextlib.contextmanager
-def kept(locks: Sequence[RunLock]) -> Iterator[None]:
+def kept(locks: Sequence[RunLock], poll: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Keep ``locks`` from a thread while the context is open; losing a folder to another run ends this process.
 
     For a process that does not fork; the launcher keeps its locks while it supervises its workers.
+
+    Args:
+        locks: locks of this process.
+        poll: called once per second from the thread.
     """
     ended = threading.Event()
 
     def keep() -> None:
         while not ended.wait(_LOOK_SECONDS):
+            poll()
             try:
                 keep_all(locks)
             except ConfigError as error:

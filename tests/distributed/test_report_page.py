@@ -203,6 +203,8 @@ def test_two_layouts_lie_over_each_other_and_the_page_says_how_far_apart_they_ar
     out = tmp_path / "both.html"
     assert cli.main(["report", str(layouts / "1"), str(layouts / "fsdp2"), "--out", str(out)]) == 0
     with opened(out) as page:
+        assert not page.locator(".verdicts").is_visible()
+        page.locator("details.run > summary", has_text="How far apart").click()
         said = page.locator(".verdicts").inner_text()
         assert re.search(
             r"fsdp2 is \d\.\de-\d+ apart from 1: .* over 12 common steps.* No step differs by more than 1e-5", said
@@ -214,7 +216,23 @@ def test_two_layouts_lie_over_each_other_and_the_page_says_how_far_apart_they_ar
         assert first == second != "\u2013"
         differences = page.locator("table.differences tbody tr").all_inner_texts()
         assert [row.split() for row in differences] == [["parallelism.data_parallel_shard_degree", "1", "2"]]
-        assert page.locator("details.run").count() == 2
+        assert page.locator("details.run").count() == 3  # how far apart, and the two runs
+
+
+def test_a_report_of_several_runs_begins_with_the_best(tmp_path):
+    for name, val_loss in (("a", 2.5), ("b", 2.0), ("c", None)):
+        run = write_run(tmp_path / name, settings={"optimizer.lr": 0.1 + ord(name)})
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "val_loss": val_loss}) + "\n")
+    assert cli.main(["report", *(str(tmp_path / name) for name in "abc"), "--out", str(tmp_path / "all.html")]) == 0
+    with opened(tmp_path / "all.html") as page:
+        assert page.locator("section h2").first.inner_text() == "Which run is best"
+        rows = page.locator("table.ranking tbody tr").all_inner_texts()
+        assert [row.split() for row in rows] == [
+            ["b", "98.1", "2.0000", "best"],
+            ["a", "97.1", "2.5000", "failed"],
+            ["c", "99.1", "\u2013", "failed"],
+        ]
 
 
 def test_it_prints_in_light_colours_and_comes_back(broken):
@@ -234,8 +252,8 @@ def test_many_runs_differ_in_colour_or_dashes_and_their_tables_fit_on_paper(tmp_
             "all => all.map(i => [i.dataset.colour % 8, i.className].join())"
         )
         assert len(set(keys)) == len(keys) == 20
-        assert "not finite" in page.locator("table.results").last.inner_text()
         page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        assert "not finite" in page.locator(".verdicts").inner_text()
         page.emulate_media(media="print")
         too_wide = "all => all.filter(one => one.scrollWidth > one.clientWidth + 1).length"
         assert page.locator(".scroll").evaluate_all(too_wide) == 0

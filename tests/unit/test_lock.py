@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 
 import pytest
@@ -152,10 +153,12 @@ def test_a_lock_is_kept_from_a_thread_where_nobody_else_looks(tmp_path, monkeypa
     monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.01)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    with lock.run_lock(run_dir, "train") as held, lock.kept([held]):
+    polled = threading.Event()
+    with lock.run_lock(run_dir, "train") as held, lock.kept([held], polled.set):
         shutil.rmtree(run_dir)
         while not (run_dir / "run.lock").exists():
             time.sleep(0.01)
+    assert polled.is_set()
 
 
 def test_a_full_disk_does_not_keep_a_run_from_its_folder(tmp_path, monkeypatch):

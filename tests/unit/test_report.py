@@ -11,6 +11,7 @@ import pytest
 from report_runs import write_run
 
 from crius import cli
+from crius.cli import report as report_verb
 from crius.cli.report import write_last_report
 from crius.config.run import RunConfig, replace_fields
 from crius.tools.report import page as page_file
@@ -122,6 +123,28 @@ def test_the_command_that_repeats_a_run_works_as_it_stands(degree, ranks, more, 
     run = write_run(tmp_path / "my $(run)", settings=settings, files={"starts.jsonl": json.dumps(start) + "\n"})
     (run / "run.toml").write_text("# --import mine\n" + (run / "run.toml").read_text())
     assert shown(run)["runs"][0]["repeat"] == f"crius train --config '{run}/run.toml'{more}"
+
+
+def test_the_command_that_repeats_a_run_below_this_folder_has_a_relative_path(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "here" / "runs" / "a")
+    monkeypatch.chdir(tmp_path / "here")
+    assert shown(run)["runs"][0]["repeat"] == "crius train --config runs/a/run.toml"
+    monkeypatch.chdir(run)
+    assert shown(Path("../a"))["runs"][0]["repeat"] == "crius train --config run.toml"
+
+
+def test_runs_of_a_report_are_in_the_order_of_their_validation_losses(tmp_path):
+    files = {"starts.jsonl": json.dumps({"time": 1.0, "step": 0}) + "\n"}
+    runs = []
+    for name, rate, val_loss in (("a", 1.0, 2.5), ("b", 2.0, 2.0)):
+        run = write_run(tmp_path / name, settings={"optimizer.lr": rate}, files=files)
+        runs.append(run)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "val_loss": val_loss}) + "\n")
+    found = shown(*runs, write_run(tmp_path / "c", files=files))["ranking"]
+    assert (found["order"], found["best"], found["why"]) == ([1, 0, 2], 1, "")
+    assert found["losses"] == [2.5, 2.0, None]
+    assert found["settings"] == {"optimizer.lr": [1.0, 2.0, RunConfig().optimizer.lr]}
 
 
 def test_a_name_that_is_not_utf8_has_a_report(tmp_path):
@@ -402,3 +425,27 @@ def test_the_report_at_the_end_of_a_run_is_turned_off_or_costs_a_warning(tmp_pat
     monkeypatch.setattr("crius.cli.report.write_report", lambda *_: 1 / 0)
     write_last_report(RunConfig(), run)
     assert capsys.readouterr().err == "warning: no report of this run: ZeroDivisionError: division by zero\n"
+
+
+def test_the_report_of_a_run_that_trains_is_written_again_by_another_process(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    clock = [0.0]
+    monkeypatch.setattr(report_verb.time, "monotonic", lambda: clock[0])
+    live = report_verb.LiveReport(run, is_on=True)
+    live.poll()
+    assert live._process is None  # not yet
+    clock[0] = 60.0
+    live.poll()
+    process = live._process
+    live.close()
+    assert process.returncode == 0 and (run / "report.html").stat().st_size > 50_000
+    clock[0] = 62.0
+    live.poll()
+    assert live._process is None and live._due == 60 + 100 * 2  # it took two seconds: at most 1 % of the time
+    clock[0] = 259.0
+    live.poll()
+    assert live._process is None
+    off = report_verb.LiveReport(run, is_on=False)
+    clock[0] = 1e9
+    off.poll()
+    assert off._process is None

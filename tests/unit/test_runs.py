@@ -137,10 +137,11 @@ def test_runs_are_listed_newest_first_with_those_of_a_sweep(tmp_path, capsys):
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").touch()
     assert cli.main(["runs", str(tmp_path)]) == 0
-    head, first, second = capsys.readouterr().out.splitlines()
-    assert head.split()[:4] == ["run", "state", "step", "loss"]
-    assert first.split() == ["sweep/lr_1", "failed", "1/1,000", "nan", "-", "100", "50.0%", "0", "s", "ago"]
-    assert second.split() == ["old", "finished", "2/2", "2.5000", "2.7500", "200", "50.0%", "2", "h", "ago"]
+    head, first, second, legend = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["run", "state", "step", "loss"] and head.endswith("steps")
+    assert first.split() == ["sweep/lr_1", "failed", "1/1,000", "nan", "-", "100", "50.0%", "0", "s", "ago", "1000"]
+    assert second.split() == ["old", "finished", "2/2", "2.5000", "*2.7500", "200", "50.0%", "2", "h", "ago", "2"]
+    assert legend == "* lowest validation loss"
     assert cli.main(["runs", str(tmp_path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["runs"]
     assert [(row["name"], row["state"], row["loss"]) for row in rows] == [

@@ -26,15 +26,18 @@ folder = pathlib.Path(values["job.run_dir"])
 folder.mkdir(parents=True, exist_ok=True)
 with (folder / "calls").open("a") as file:
     file.write("call\\n")
-rate = float(values["optimizer.lr"])
-(folder / "run.toml").write_text(f"[training]\\nsteps = 4\\n[optimizer]\\nlr = {rate}\\n")
+rate = float(values.get("optimizer.lr", 2))
+samples = values.get("validation.num_samples", 1)
+(folder / "run.toml").write_text(
+    f"[training]\\nsteps = 4\\n[optimizer]\\nlr = {rate}\\n[validation]\\nnum_samples = {samples}\\n"
+)
+print("trains", rate, flush=True)
 (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "loss": 10 - rate, "tokens_per_second": 7}) + "\\n")
 if rate == 9:
-    sys.exit(1)
+    sys.exit("OddError: no more\\n  fix  less")
 with (folder / "metrics.jsonl").open("a") as file:
     file.write(json.dumps({"step": 4, "val_loss": rate}) + "\\n")
 (folder / "summary.json").write_text(json.dumps({"steps": 4, "stopped_by": None}))
-print("trained", rate)
 """
 
 
@@ -148,24 +151,42 @@ def test_nothing_starts_where_a_run_is_impossible(flags, told, trainer, capsys):
     assert sorted(trainer.iterdir()) == before
 
 
-def test_a_sweep_trains_all_runs_and_lists_the_best_first(trainer, capfd):
-    command = ["sweep", "--lr", "3,9,2", "--job.run_dir", "s"]
+def test_a_sweep_prints_one_line_per_run_and_marks_the_best_so_far(trainer, capfd):
+    command = ["sweep", "--lr", "3,9,2,4", "--job.run_dir", "s"]
     assert cli.main(command) == 1  # the run with 9 failed
-    out = capfd.readouterr().out
-    assert "run 2/3: optimizer.lr=9, s/lr_9\n" in out and "trained 2.0\n" in out
-    table = [line.split() for line in out.splitlines()[-4:]]
-    assert table[0][:5] == ["optimizer.lr", "state", "step", "loss", "val"]
-    assert table[1:] == [
-        ["2", "finished", "4", "8.0000", "2.0000", "7", "s/lr_2"],
-        ["3", "finished", "4", "7.0000", "3.0000", "7", "s/lr_3"],
-        ["9", "failed", "4", "1.0000", "-", "7", "s/lr_9"],
+    out, err = capfd.readouterr()
+    assert "\x1b" not in out and "\r" not in out and err == ""
+    head, *lines = out.splitlines()
+    assert head.split() == ["lr", "loss", "val", "loss", "seconds", "state", "run"]
+    rows = [line.split() for line in lines if line[0] != " "]
+    assert all(re.fullmatch(r"\d+\.\d", row.pop(3)) for row in rows[:4])
+    assert rows == [
+        ["3", "7.0000", "*3.0000", "finished", "s/lr_3"],
+        ["9", "1.0000", "-", "failed", "s/lr_9"],
+        ["2", "8.0000", "*2.0000", "finished", "s/lr_2"],
+        ["4", "6.0000", "4.0000", "finished", "s/lr_4"],
+        ["*", "lowest", "validation", "loss"],
+        ["report:", "s/report.html"],
     ]
+    assert lines[2:5] == ["  OddError: no more", "    fix  less", "  all of its output: s/logs/lr_9.log"]
+    assert (trainer / "s/logs/lr_9.log").read_text().startswith("trains 9.0\n")
+    assert (trainer / "s/logs/lr_2.log").read_text() == "trains 2.0\n"
+    assert (trainer / "s/report.html").stat().st_size > 50_000
+
     assert cli.main([*command, "--json"]) == 1
     out, err = capfd.readouterr()
-    assert [run["settings"] for run in json.loads(out)["runs"]] == [{"optimizer.lr": rate} for rate in "239"]
-    assert err.count("already finished") == 2
+    found = json.loads(out)
+    assert [run["settings"] for run in found["runs"]] == [{"optimizer.lr": rate} for rate in "2349"]
+    assert (found["best"], found["not_compared"]) == ("lr_2", "")
+    assert err.splitlines()[1].split()[3] == "-"  # it was finished before
     calls = {path.parent.name: len(path.read_text().split()) for path in trainer.glob("s/*/calls")}
-    assert calls == {"lr_2": 1, "lr_3": 1, "lr_9": 2}
+    assert calls == {"lr_2": 1, "lr_3": 1, "lr_4": 1, "lr_9": 2}
+
+
+def test_a_sweep_of_validation_data_has_no_best_run(trainer, capfd):
+    assert cli.main(["sweep", "--validation.num_samples", "8,9", "--lr", "2", "--job.run_dir", "s"]) == 0
+    out = capfd.readouterr().out
+    assert "no run is best: the validation data differ (validation.num_samples)" in out and out.count("*") == 1
 
 
 def test_a_run_that_fails_before_it_has_a_folder_has_failed(trainer, capfd):

@@ -11,7 +11,7 @@ from crius.errors import ConfigError
 from crius.table import aligned
 from crius.tools.report.curves import TOLERANCE, Point, common_points
 from crius.tools.report.history import Columns, RunHistory, finite
-from crius.tools.report.runs import history_state
+from crius.tools.report.runs import LEGEND, history_state, in_words, rank, run_row
 from crius.untrusted import parse_json
 
 STARTS = (
@@ -64,7 +64,9 @@ class Comparison:
         starts: versions, machines and layouts that differ, with the value of each run; all values if it started often.
         losses: curves of the loss of each run but the first.
         validations: curves of each run but the first, by validation set.
-        results: names of results, with the value of each run.
+        results: names of results, with the value of each run; the last ones are the validation losses.
+        best: name of the run with the lowest validation loss; None: no run has one, or they cannot be compared.
+        not_compared: why they cannot be compared; empty if they can.
     """
 
     names: list[str]
@@ -74,6 +76,8 @@ class Comparison:
     losses: list[Curves]
     validations: list[dict[str, Curves]]
     results: dict[str, list[Any]]
+    best: str | None
+    not_compared: str
 
     @property
     def are_equal(self) -> bool:
@@ -91,9 +95,18 @@ class Comparison:
             _table("settings", self.names, self.settings),
             _table("versions, machine and layout", self.names, self.starts),
             self._curve_lines(),
-            _table("results", self.names, self.results),
+            self._result_lines(),
         )
         return [line for part in parts for line in (*part, "")][:-1]
+
+    def _result_lines(self) -> list[str]:
+        rows = dict(self.results)
+        first = next((name for name in rows if name.startswith(_VALIDATION)), "")
+        if self.best is not None:
+            cells = zip(self.names, rows[first], strict=True)
+            rows[first] = [_cell(first, value) + (" *" if name == self.best else "") for name, value in cells]
+        note = self.not_compared if self.best is None else LEGEND
+        return [*_table("results", self.names, rows), *([note] if note else [])]
 
     def _curve_lines(self) -> list[str]:
         head = ["compared", "part at", "values", "difference", "largest", "at"]
@@ -134,9 +147,11 @@ def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Compari
             fix="train further, or with the same --metrics.log_interval",
         )
     labels = [run.name for run in runs]
-    has_own_names = len(set(labels)) == len({run.path.resolve() for run in runs})
+    if len(set(labels)) < len({run.path.resolve() for run in runs}):
+        labels = [str(run.path) for run in runs]
+    ranking = rank([run_row(run.path) for run in runs])
     return Comparison(
-        names=labels if has_own_names else [str(run.path) for run in runs],
+        names=labels,
         tolerance=tolerance,
         settings=differing([run.settings for run in runs]),
         starts=differing([_starts(run) for run in runs], STARTS),
@@ -149,6 +164,8 @@ def compare(runs: Sequence[RunHistory], tolerance: float = TOLERANCE) -> Compari
             for other in others
         ],
         results=_results(runs),
+        best=None if ranking.best is None else labels[ranking.best],
+        not_compared=ranking.why,
     )
 
 
@@ -197,7 +214,6 @@ def results_of(run: RunHistory) -> dict[str, Any]:
         "state": str(history_state(run)),
         "step": _last(run.steps, "step"),
         "loss": _last(run.steps, "loss"),
-        "validations": {name: _last(columns, "val_loss") for name, columns in run.validations.items()},
         "sources": {name: _last(run.steps, name) for name in run.steps if name.startswith(OF_SOURCES)},
         "tokens_per_second": _median(run.steps, "tokens_per_second"),
         "mfu": _median(run.steps, "mfu"),
@@ -208,6 +224,7 @@ def results_of(run: RunHistory) -> dict[str, Any]:
         "skipped_steps": _last(run.steps, "skipped_steps"),
         "incidents": len(run.incidents),
         "damaged_lines": run.num_damaged,
+        "validations": {name: _last(columns, "val_loss") for name, columns in run.validations.items()},
     }
 
 
@@ -226,7 +243,7 @@ def _results(runs: Sequence[RunHistory]) -> dict[str, list[Any]]:
     for name in found[0]:
         if name == "validations":
             for label in sets:
-                table[f"val_loss {label}".strip()] = [results[name].get(label) for results in found]
+                table[f"{_VALIDATION} {label}".strip()] = [results[name].get(label) for results in found]
         elif name == "sources":
             table |= {label: [results[name].get(label) for results in found] for label in of_sources}
         else:
@@ -249,6 +266,7 @@ def _median(columns: Columns, name: str) -> float | None:
     return statistics.median(values[1:] or values) if values else None
 
 
+_VALIDATION = "val_loss"
 _FORMS = {
     "tokens_per_second": "{:,.0f}",
     "memory_gib": "{:.2f}",
@@ -287,7 +305,7 @@ def _cell(name: str, value: Any) -> str:
         return _FORMS[name].format(value)
     if isinstance(value, float) and "loss" in name and "." not in name:
         return f"{value:.6f}"
-    return value if isinstance(value, str) and value else json.dumps(value)
+    return in_words(value)
 
 
 def _told(curves: Curves) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from crius import __version__
@@ -15,6 +16,7 @@ from crius.tools.plan.compare import measured_of
 from crius.tools.report.compare import differing, results_of, whole_summary
 from crius.tools.report.curves import TOLERANCE, Curve, common_points, curve, thinned
 from crius.tools.report.history import RunHistory, finite
+from crius.tools.report.runs import rank, run_row
 from crius.untrusted import parse_json
 
 SHOWN = (
@@ -62,11 +64,13 @@ def payload(runs: Sequence[RunHistory], origins: Mapping[str, str] | None = None
         names = [str(run.path) for run in runs]
     num_curves = sum(len(run.steps.keys() & {*SHOWN}) + len(run.validations) + 1 for run in runs)
     most = max(40, min(MOST_POINTS, ALL_POINTS // max(1, num_curves)))
+    rows = [run_row(run.path) for run in runs]
     shown: dict[str, Any] = {
         "version": __version__,
         "written": time.time(),
         "runs": [_run(run, name, most, len(runs)) for run, name in zip(runs, names, strict=True)],
         "tolerance": TOLERANCE,
+        "ranking": vars(rank(rows)) | {"losses": [row.val_loss for row in rows]},
         "apart": [_apart(runs[0], run, most) for run in runs[1:]],
         "settings": [
             {"name": name, "values": values} for name, values in differing([run.settings for run in runs]).items()
@@ -124,6 +128,8 @@ def _run(run: RunHistory, name: str, most: int, num_runs: int) -> dict[str, Any]
 def _command(run: RunHistory) -> str:
     """The command that trains the same run again."""
     file = run.path.resolve() / "run.toml"
+    if file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())
     ranks = run.starts[-1].get("ranks") if run.starts else None
     is_open = run.settings.get("parallelism.data_parallel_shard_degree") == -1
     nproc = f"--nproc {ranks}" if is_open and type(ranks) is int and ranks > 1 else ""

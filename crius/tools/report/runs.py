@@ -1,17 +1,23 @@
-"""The runs in a folder and their states, from the ends of their files: hundreds per second. No torch."""
+"""The runs in a folder, their states, and the best one, from the ends of their files: hundreds per second. No torch."""
 
 import contextlib
+import functools
+import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from crius.config.run import RunConfig
+from crius.config.toml_file import flatten
 from crius.errors import ConfigError
 from crius.launch.lock import holder_of
+from crius.redact import redact_value
 from crius.run_file import REHEARSALS
 from crius.table import aligned
 from crius.tools.report.history import MARKS, RunHistory, finite
@@ -19,7 +25,18 @@ from crius.untrusted import SMALL, names_below, object_below, open_below, parse_
 
 _TAIL = 1 << 16
 _LONG_TAIL = 1 << 20
+_MOST_CHARACTERS = 24  # of a setting in the table
 _FAR = 1e12  # seconds: unknown; files from the future have an age of 0
+
+
+MOST_SETTINGS = 4
+"""Most settings in a table of runs."""
+
+LEGEND = "* lowest validation loss"
+
+_PLACES = re.compile(r"checkpoint\.folder|.*\.cache_dir|job\..*")
+_SCORED = re.compile(r"data\.(?!prefetch|shuffle).*|tokenizer\..*|validation\.(?!interval).*|training\.seq_len")
+"""Settings that only say where files are, and settings that decide what a validation scores."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,8 @@ class RunRow:
         goodput: share of the time, in [0, 1], that went into steps that count.
         age_seconds: seconds since the last record, or since the run folder was claimed.
         rehearsed: the last step whose restore was rehearsed, with FAILED if it failed; empty if there is none.
+        tables: names and texts of the tables of ``run.toml``; empty if the file is missing.
+        start: last line of ``starts.jsonl``; empty if there is no line.
     """
 
     name: str
@@ -66,11 +85,37 @@ class RunRow:
     goodput: float | None = None
     age_seconds: float = _FAR
     rehearsed: str = ""
+    tables: Mapping[str, str] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The row for JSON."""
+        """The row for JSON, without the files."""
         known = self.age_seconds if self.age_seconds < _FAR else None
-        return vars(self) | {"state": self.state.word, "reason": self.state.reason, "age_seconds": known}
+        found = vars(self) | {"state": self.state.word, "reason": self.state.reason, "age_seconds": known}
+        return {name: value for name, value in found.items() if name not in ("tables", "start")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Runs by validation loss.
+
+    Attributes:
+        settings: dotted names of the settings that differ, with the value of each run. Places do not count.
+        order: numbers of the runs, from 0: the lowest validation loss first, runs without one last.
+        best: number of the run with the lowest validation loss; None: no run has one, or they cannot be compared.
+        why: why they cannot be compared; empty if they can.
+    """
+
+    settings: dict[str, list[Any]]
+    order: list[int]
+    best: int | None
+    why: str
+
+    @property
+    def note(self) -> list[str]:
+        """The line below a table of the runs, if there is one."""
+        text = self.why if self.best is None else LEGEND
+        return [text] if text else []
 
 
 def find_runs(folder: Path) -> list[RunRow]:
@@ -128,35 +173,41 @@ def _row(path: Path, name: str) -> RunRow:
     if not is_run(path):
         return RunRow(name=name, state=RunState("not started"))
     metrics = path / "metrics.jsonl"
-    text = _text(path)
-    training = _section(text, "training")
-    checkpoint = _section(text, "checkpoint")
-    lines = _tail(path, "metrics.jsonl", _TAIL)
+    tables = _tables_of(_text(path))
+
+    def setting(name: str) -> Any:
+        table = name.partition(".")[0]
+        return _settings_in(table, tables.get(table, "")).get(name)
+
+    lines = tail(path, "metrics.jsonl", _TAIL)
     last = _last(lines, "loss")
     summary = object_below(path, "summary.json") or {}
     validation = _first_set(lines)
-    if validation is None and _section(text, "validation").get("interval"):
-        validation = _first_set(_tail(path, "metrics.jsonl", _LONG_TAIL))
+    if validation is None and setting("validation.interval"):
+        validation = _first_set(tail(path, "metrics.jsonl", _LONG_TAIL))
     found = last or {}
     step = _whole(found.get("step"))
-    state = state_of(path, summary, step, _last_start(path), saves=checkpoint.get("enable") is not False)
+    start = _last_start(path)
+    state = state_of(path, summary, step, start, saves=setting("checkpoint.enable") is not False)
     written = next(file.stat().st_mtime for file in (metrics, *(path / mark for mark in MARKS)) if file.exists())
     return RunRow(
         name=name,
         state=state,
         step=step,
-        steps=max(_whole(training.get("steps")) or 0, step or 0 if state.word == "finished" else 0) or None,
+        steps=max(_whole(setting("training.steps")) or 0, step or 0 if state.word == "finished" else 0) or None,
         loss=finite(found.get("loss")),
         val_loss=finite((validation or summary).get("val_loss")),
         tokens_per_second=finite(found.get("tokens_per_second")),
         goodput=finite(found.get("goodput")),
         age_seconds=max(0.0, time.time() - written),
         rehearsed=_rehearsed(path),
+        tables=tables,
+        start=start,
     )
 
 
 def _rehearsed(path: Path) -> str:
-    found = _last(_tail(path, REHEARSALS, _TAIL), "problem")
+    found = _last(tail(path, REHEARSALS, _TAIL), "problem")
     step = _whole((found or {}).get("step"))
     if found is None or step is None:
         return ""
@@ -216,20 +267,27 @@ def _text(run: Path) -> str:
     return ""
 
 
-def _section(text: str, name: str) -> dict[str, Any]:
-    """One table of a run.toml. Reading the whole file would take milliseconds."""
-    found = re.search(rf"^\[{name}\]\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
+def _tables_of(text: str) -> dict[str, str]:
+    """Names and texts of the tables of a ``run.toml``. Parsing the whole file would take milliseconds."""
+    parts = re.split(r"^\[([\w.]+)\]\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@functools.lru_cache(maxsize=1000)
+def _settings_in(table: str, text: str) -> Mapping[str, Any]:
+    """Dotted names and values of one table; none if it is damaged."""
     try:
-        return parse_toml(found[1]) if found else {}
+        found = parse_toml(text)
     except ValueError:
         return {}
+    return {f"{table}.{name}": redact_value(f"{table}.{name}", value) for name, value in found.items()}
 
 
 def _last_start(path: Path) -> dict[str, Any]:
-    return _last(_tail(path, "starts.jsonl", _TAIL), "time") or {}
+    return _last(tail(path, "starts.jsonl", _TAIL), "time") or {}
 
 
-def _tail(run: Path, name: str, num_bytes: int) -> list[bytes]:
+def tail(run: Path, name: str, num_bytes: int) -> list[bytes]:
     """The complete lines among the last bytes of a file; a file that is missing has none."""
     with contextlib.suppress(FileNotFoundError), open_below(run, name) as file:
         start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
@@ -261,27 +319,101 @@ def _newest(lines: Sequence[bytes], name: str) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def rank(rows: Sequence[RunRow]) -> Ranking:
+    """Rank runs by validation loss, if they validated on the same data."""
+    runs = _settings(rows)
+    settings = {name: values for name, values in _differing(runs).items() if not _PLACES.fullmatch(name)}
+    scored = [number for number, row in enumerate(rows) if row.val_loss is not None]
+    why = _difference([runs[number] for number in scored], [rows[number].start for number in scored])
+    key = [float("inf") if row.val_loss is None else row.val_loss for row in rows]
+    order = sorted(range(len(rows)), key=lambda number: key[number])
+    return Ranking(settings=settings, order=order, best=order[0] if scored and not why else None, why=why)
+
+
+def _settings(rows: Sequence[RunRow]) -> list[Mapping[str, Any]]:
+    """The settings of each run, without most tables that all runs share; empty for a run without ``run.toml``."""
+    names = dict.fromkeys(name for row in rows for name in row.tables)
+    shared = [name for name in names if len({row.tables.get(name) for row in rows if row.tables}) == 1]
+    return [
+        {
+            key: value
+            for name, text in row.tables.items()
+            if name == "validation" or name not in shared
+            for key, value in _settings_in(name, text).items()
+        }
+        for row in rows
+    ]
+
+
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    defaults: Mapping[str, Any] = parse_json(json.dumps(flatten(RunConfig())))
+    return defaults
+
+
+def _differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Values by setting. A setting that a run lacks has its default; a run without settings has no value."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    values = {name: [run.get(name, _defaults().get(name)) if run else None for run in runs] for name in names}
+    known = [number for number, run in enumerate(runs) if run]
+    return {name: row for name, row in values.items() if any(row[number] != row[known[0]] for number in known)}
+
+
+def _difference(runs: Sequence[Mapping[str, Any]], starts: Sequence[Mapping[str, Any]]) -> str:
+    """Why the validation losses of ``runs`` cannot be compared; empty if they can."""
+    differing = _differing(runs)
+    found = [name for name in differing if _SCORED.fullmatch(name)]
+    hashes = ["tokenizer_hash"]
+    if any(run.get("validation.path") for run in runs):
+        found = [name for name in found if name != "data.path"]
+    elif "debug.seed" not in differing:  # which decides the order of the training data, and so its hash
+        hashes.append("data_hash")
+    found += [name for name in hashes if len({start.get(name) for start in starts}) > 1]
+    return f"no run is best: the validation data differ ({', '.join(found)})" if found else ""
+
+
+def short_names(names: Collection[str]) -> list[str]:
+    """The last part of each dotted name, if no other setting ends in it."""
+    last = {name: name.rpartition(".")[2] for name in {*names, *_defaults()}}
+    counts = Counter(last.values())
+    return [last[name] if counts[last[name]] == 1 else name for name in names]
+
+
+def in_words(value: Any) -> str:
+    """A value of a setting as text."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
 def run_lines(rows: Sequence[RunRow]) -> list[str]:
-    """The table of runs."""
-    head = ("run", "state", "step", "loss", "val loss", "tokens/s", "goodput", "last record", "rehearsed")
-    shows_rehearsed = any(row.rehearsed for row in rows)
-    width = len(head) if shows_rehearsed else len(head) - 1
-    return aligned([cells[:width] for cells in (head, *map(_cells, rows))], left=(0, 1))
+    """The table of runs: how they stand, the first settings that differ, and the best run marked."""
+    ranking = rank(rows)
+    best = rows[ranking.best] if ranking.best is not None and len(rows) > 1 else None
+    head = ["run", "state", "step", "loss", "val loss", "tokens/s", "goodput", "last record"]
+    columns = [*zip(head, *(_cells(row, is_best=row is best) for row in rows), strict=True)]
+    if any(row.rehearsed for row in rows):
+        columns.append(("rehearsed", *(row.rehearsed or "-" for row in rows)))
+    names = list(ranking.settings)
+    for name, label in zip(names[:MOST_SETTINGS], short_names(names), strict=False):
+        columns.append((label, *(in_words(value)[:_MOST_CHARACTERS] for value in ranking.settings[name])))
+    num_more = len(names) - MOST_SETTINGS
+    more = [f"{num_more} more settings differ: crius compare lists them"] if num_more > 0 else []
+    return [*aligned([*zip(*columns, strict=True)], left=(0, 1)), *more, *(ranking.note if best or ranking.why else [])]
 
 
-def _cells(row: RunRow) -> tuple[str, ...]:
+def _cells(row: RunRow, *, is_best: bool) -> list[str]:
     known = row.step is not None
-    return (
+    return [
         row.name,
         str(row.state),
         ("-" if row.step is None else f"{row.step:,}") + (f"/{row.steps:,}" if row.steps else ""),
         shown(row.loss, "{:.4f}", "nan" if known else "-"),
-        shown(row.val_loss, "{:.4f}"),
+        shown(row.val_loss, "*{:.4f}" if is_best else "{:.4f}"),
         shown(row.tokens_per_second, "{:,.0f}"),
         shown(row.goodput, "{:.1%}"),
         f"{age(row.age_seconds)} ago" if row.age_seconds < _FAR else "-",
-        row.rehearsed or "-",
-    )
+    ]
 
 
 def shown(value: float | None, form: str, missing: str = "-") -> str:

@@ -7,10 +7,12 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +21,20 @@ from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 from crius.errors import ConfigError
 from crius.launch.stop import Stop, ask_for_signal
+from crius.redact import printable
 from crius.run_file import write_whole
 from crius.table import aligned
-from crius.tools.report.runs import RunRow, RunState, is_run, run_row, shown
+from crius.tools.report.runs import RunRow, RunState, is_run, rank, run_row, short_names, shown, tail
 from crius.untrusted import object_below
+from crius.waiting import waiting
 
 RUN_DIR = "job.run_dir"
 FILE = ".sweep.json"
 PROGRAM = [sys.executable, "-m", "crius"]
 _POLL_SECONDS = 0.1
+_TOLD_BYTES = 1500
+_WIDEST = ("00.0000", "*00.0000", "0,000.0", "finished")
+"""Last bytes of the output of a run that failed, which are printed, and cells of the table as wide as they become."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +175,8 @@ def note_trials(folder: Path, trials: Sequence[Trial]) -> None:
         raise ConfigError(what, where=f"--{RUN_DIR}", fix=f"give another --{RUN_DIR}") from None
 
 
-def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool) -> set[Path]:
-    """Train the runs that are not finished. A signal to this process makes the run save, and ends the sweep.
+def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool) -> list[RunRow]:
+    """Train the runs that are not finished, and print a line for each. A signal makes the run save and ends the sweep.
 
     Args:
         trials: runs of the sweep.
@@ -177,77 +184,73 @@ def train_all(trials: Sequence[Trial], stops: Sequence[Stop], *, is_quiet: bool)
         is_quiet: whether to print to stderr.
 
     Returns:
-        Folders of the runs that failed.
+        The state of each run. A run may have failed before it had a folder.
     """
-    failed = set[Path]()
-    for number, trial in enumerate(trials, start=1):
-        is_done = run_row(trial.folder).state.word == "finished"
-        if stops:
-            break
-        line = f"run {number}/{len(trials)}: {trial.label}, {trial.folder}"
-        if is_done:
-            line += ", already finished"
-        output = sys.stderr if is_quiet else sys.stdout
-        output.write(line + "\n")
-        output.flush()
-        if is_done:
-            continue
-        code = train(trial.words, stops, is_quiet=is_quiet)
-        if code and not stops:
-            failed.add(trial.folder)
-    return failed
-
-
-def train(words: Sequence[str], stops: Sequence[Stop], *, is_quiet: bool = False) -> int:
-    """Run ``crius train`` as a process of its own, which gets the signals to this process; returns its exit code."""
-    process = subprocess.Popen(
-        [*PROGRAM, "train", *words],
-        stdout=2 if is_quiet else None,
-        preexec_fn=functools.partial(ask_for_signal, signal.SIGTERM),  # if this process is killed, the run saves
-    )
-    num_sent = 0
-    while process.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_POLL_SECONDS)
-        for stop in stops[num_sent:]:
-            process.send_signal(stop.signal)
-        num_sent = len(stops)
-    return process.returncode
-
-
-def row_of(trial: Trial, failed: Collection[Path]) -> RunRow:
-    """The state of a run of a sweep. ``failed``: folders of the runs that failed, perhaps before they had a folder."""
-    row = run_row(trial.folder)
-    is_known = row.state.word != "not started" or trial.folder not in failed
-    return row if is_known else dataclasses.replace(row, state=RunState("failed"))
-
-
-def best_first(rows: Sequence[tuple[Trial, RunRow]]) -> list[tuple[Trial, RunRow]]:
-    """Finished runs by validation loss, or by loss if a run lacks a validation loss; then the other runs."""
-    has_all = all(row.val_loss is not None for _, row in rows if row.state.word == "finished")
-
-    def rank(pair: tuple[Trial, RunRow]) -> tuple[bool, bool, float]:
-        row = pair[1]
-        value = row.val_loss if has_all else row.loss
-        return row.state.word != "finished", value is None, value or 0.0
-
-    return sorted(rows, key=rank)
-
-
-def trial_lines(rows: Sequence[tuple[Trial, RunRow]]) -> list[str]:
-    """The table of a sweep."""
-    names = list(rows[0][0].values)
-    head = [*names, "state", "step", "loss", "val loss", "tokens/s", "run"]
-    cells = [
-        [
+    output = sys.stderr if is_quiet else sys.stdout
+    table = [[*short_names(trials[0].values), "loss", "val loss", "seconds", "state", "run"]]
+    table += [[*trial.values.values(), *_WIDEST, str(trial.folder)] for trial in trials]
+    left = (*range(len(trials[0].values)), len(table[0]) - 2, len(table[0]) - 1)
+    lines = [aligned(table, left=left)[0]]
+    rows = list[RunRow]()
+    for trial in trials:
+        row = run_row(trial.folder)
+        seconds = None
+        failure = list[str]()
+        if row.state.word != "finished" and not stops:
+            output.write("".join(f"{line}\n" for line in lines))
+            output.flush()
+            lines = []
+            began = time.monotonic()
+            log = trial.folder.parent / "logs" / f"{trial.folder.name}.log"
+            code = train(trial.words, stops, log)
+            seconds = time.monotonic() - began
+            row = run_row(trial.folder)
+            if code and not stops:
+                text = b"\n".join(tail(log.parent, log.name, _TOLD_BYTES)).decode(errors="replace")
+                told = re.split(r"^(?=\w+Error: )", text, flags=re.MULTILINE)[-1].splitlines()
+                failure = [f"  {printable(line)}" for line in [*told, f"all of its output: {log}"]]
+                row = row if is_run(trial.folder) else dataclasses.replace(row, state=RunState("failed"))
+        rows.append(row)
+        is_best = rank(rows).best == len(rows) - 1
+        cells = [
             *trial.values.values(),
-            str(row.state),
-            "-" if row.step is None else str(row.step),
             shown(row.loss, "{:.4f}"),
-            shown(row.val_loss, "{:.4f}"),
-            shown(row.tokens_per_second, "{:,.0f}"),
+            shown(row.val_loss, "*{:.4f}" if is_best else "{:.4f}"),
+            shown(seconds, "{:,.1f}"),
+            str(row.state),
             str(trial.folder),
         ]
-        for trial, row in rows
-    ]
-    return aligned([head, *cells], left=(*range(len(names) + 1), len(head) - 1))
+        lines += [aligned([*table, cells], left=left)[-1], *failure]
+    output.write("".join(f"{line}\n" for line in lines))
+    output.flush()
+    return rows
+
+
+def train(words: Sequence[str], stops: Sequence[Stop], log: Path | None = None) -> int:
+    """Run ``crius train`` as a process of its own, which gets the signals to this process; returns its exit code.
+
+    Args:
+        words: flags of ``crius train``.
+        stops: signals to this process so far.
+        log: file that its output is added to; None: it prints.
+    """
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("ab")) if log else None
+        process = subprocess.Popen(
+            [*PROGRAM, "train", *words],
+            stdout=output,
+            stderr=output,
+            preexec_fn=functools.partial(ask_for_signal, signal.SIGTERM),  # if this process is killed, the run saves
+        )
+        if log:
+            stack.enter_context(waiting(f"{log.stem} trains"))
+        num_sent = 0
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)
+            for stop in stops[num_sent:]:
+                process.send_signal(stop.signal)
+            num_sent = len(stops)
+    return process.returncode

@@ -307,7 +307,7 @@ class CrashTrial:
     def _problem_of_sweep(self, state: Crash, start: Call) -> str:
         chosen = []
         report = importlib.import_module("crius.tools.report.sweep")
-        report.train = lambda words, stops, is_quiet: chosen.append(words)  # type: ignore[attr-defined]
+        report.train = lambda words, stops, log: chosen.append(words)  # type: ignore[attr-defined]
         trials = start.args[1]
         try:
             start()
@@ -319,7 +319,7 @@ class CrashTrial:
             steps = {path: data for path, data in self._whole.items() if path.startswith(f"{trial.folder.name}/check")}
             if not steps.items() <= tree.items():
                 return f"{trial.folder} counts as finished without its checkpoint"
-        wrong = [path for path in tree if "/" not in path and tree[path] != self._whole.get(path, b"")]
+        wrong = [path for path in tree if path.startswith(".") and tree[path] != self._whole.get(path, b"")]
         return f"the next start leaves a wrong {wrong[0]}" if wrong else ""
 
     def _resumed(self, states: Sequence[Crash]) -> str:

@@ -60,7 +60,7 @@ function setting(value) {
 }
 const cell = (value) => (isNumber(value) ? number(value) : value === null || value === undefined ? DASH : String(value));
 
-const FITTED = new Set(["results", "plan", "differences"]); // as wide as their cells
+const FITTED = new Set(["ranking", "results", "plan", "differences"]); // as wide as their cells
 // columns: [heading, class]; a cell is a text or a node
 function table(columns, rows, name) {
   const head = columns.some(([heading]) => heading)
@@ -195,7 +195,7 @@ class Chart {
     this.styles = [];
     tables.forEach((one, i) => {
       const { run, dash } = this.series[i], hasTwo = one.length > 2;
-      const dots = this.kind.dots || one[0].length < 2;
+      const dots = this.kind.dots || one[0].length < 3;
       this.styles.push({ run, dash, isFaint: hasTwo, dots });
       if (hasTwo) this.styles.push({ run, dash, isFaint: false, dots: false });
     });
@@ -287,7 +287,7 @@ class Chart {
     this.u.redraw(false, true);
   }
 
-  resize() { if (this.u) this.u.setSize({ width: this.plot.clientWidth, height: this.u.height }); }
+  resize() { if (this.u && this.plot.clientWidth) this.u.setSize({ width: this.plot.clientWidth, height: this.u.height }); }
 }
 
 // within a decade or so even steps, else powers of ten
@@ -504,9 +504,12 @@ function verdicts() {
 }
 const exponentOf = (value) => small(value, 0);
 
-// the largest difference of two curves, and its step
-const largestOf = (one) => (one.num_not_finite ? ["not finite", grouped(one.first_not_finite)]
-  : one.step === null ? [DASH, DASH] : [exponent(one.largest), grouped(one.step)]);
+function rankingTable() {
+  const { order, best, why, losses } = shown.ranking, settings = Object.entries(shown.ranking.settings).slice(0, 4);
+  const rows = order.map((i) => [el("span", { class: "key" }, swatch(i), runs[i].name), ...settings.map(([, values]) => setting(values[i])),
+    or(fixed(4))(losses[i]), i === best ? el("b", {}, "best") : state(runs[i])[0]]);
+  return [table([["run", ""], ...settings.map(([name]) => [name, "code"]), ["validation loss", "r"], ["", ""]], rows, "ranking"), why && note(why)];
+}
 
 function resultTable() {
   const sets = [...new Set(runs.flatMap((run) => Object.keys(run.results.validations)))];
@@ -515,8 +518,6 @@ function resultTable() {
     ["state", (run) => state(run)[0]], ["layout", (run) => run.start.layout || DASH], ["device", (run) => run.start.device || DASH], ["steps", (run) => grouped(run.steps)],
     ["final loss", (run) => or(fixed(6))(run.results.loss)],
     ...sets.map((set) => [set ? `validation loss, ${set}` : "validation loss", (run) => or(fixed(6))(run.results.validations[set])]),
-    ["largest difference", (run, i) => (i === 0 ? DASH : largestOf(shown.apart[i - 1])[0])],
-    ["in step", (run, i) => (i === 0 ? DASH : largestOf(shown.apart[i - 1])[1])],
     ...sources.map((key) => [key.replace("/", ", "), (run) => or(fixed(4))(run.results.sources[key])]),
     ["tokens/s, median", (run) => or(grouped)(run.results.tokens_per_second)], ["MFU, median", (run) => or(percent)(run.results.mfu)],
     ["peak memory", (run) => or(fixed(2), " GiB")(run.results.memory_gib)], ["goodput", (run) => or(percent)(run.results.goodput)],
@@ -566,10 +567,12 @@ function draw() {
     kindsOfMarks.has("restart") ? el("span", { class: "key mark restart" }, el("i", {}), "restart") : null,
     kindsOfMarks.has("incident") ? el("span", { class: "key mark incident" }, el("i", {}), "incident") : null,
     el("span", { class: "space" }), el("span", { class: "hint" }, "drag to zoom, double click to reset"), resetButton);
-  const curves = charts.length ? section("Curves", toolbar, el("div", { class: "charts" }, charts.map((chart) => chart.card)), thinned.map(note)) : null;
+  const far = charts.filter((chart) => chart.kind.key === "apart"), near = charts.filter((chart) => !far.includes(chart));
+  const curves = near.length ? section("Curves", toolbar, el("div", { class: "charts" }, near.map((chart) => chart.card)), thinned.map(note)) : null;
   main.append(...[header,
-    alone ? null : section("How far apart", verdicts()), alone ? null : section("Results", resultTable()),
+    alone ? null : section("Which run is best", rankingTable()), alone ? null : section("Results", resultTable()),
     alone ? null : section("Settings that differ", differenceTable()), curves,
+    alone ? null : el("details", { class: "run", ontoggle: () => far.forEach((chart) => chart.resize()) }, el("summary", {}, el("b", {}, "How far apart")), verdicts(), far.map((chart) => chart.card)),
     ...(alone ? details(runs[0]) : runs.map((run, i) => el("details", { class: "run" },
       el("summary", {}, el("span", { class: "key" }, swatch(i), el("b", {}, run.name)), " ", el("span", { class: "dim" }, byline(run))), details(run)))),
     el("footer", {}, `Written by crius ${shown.version}, ${moment(shown.written)}. Charts: uPlot 1.6.32, MIT.`)].filter(Boolean));
