@@ -2,6 +2,7 @@
 checkpoint. No torch.
 """
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def find_checkpoints(path: str, where: str = "command line") -> CheckpointPlace:
         return CheckpointPlace(CheckpointFolder(open_disk(parent if parse_folder(last) else path)), _name(last), None)
     place = Path(path)
     if not place.is_dir():
-        raise ConfigError(f"{path} is not a folder.", where=where, fix="give a run folder, or a folder of checkpoints")
+        raise _no_folder(path, where)
     if parse_folder(name := place.absolute().name):
         parent = str(place.parent if place.name else place.absolute().parent)
         return CheckpointPlace(CheckpointFolder(open_disk(parent)), name, None)
@@ -53,6 +54,22 @@ def find_checkpoints(path: str, where: str = "command line") -> CheckpointPlace:
         return CheckpointPlace(CheckpointFolder(open_disk(where)), "", place)
     run_dir = place.absolute().parent if (place.absolute().parent / "run.toml").is_file() else None
     return CheckpointPlace(CheckpointFolder(open_disk(str(place))), "", run_dir)
+
+
+def _no_folder(path: str, where: str) -> ConfigError:
+    """Error about a path that is not a folder; its fix is the folder that was probably meant."""
+    place = Path(path)
+    why = ""
+    fix = "give a run folder, or a folder of checkpoints"
+    if place.is_file():
+        why = "a model is a folder with config.json and .safetensors files; .bin, .pt and .pth are pickles, not read"
+        near = [str(place.parent)] if place.with_name("config.json").is_file() else []
+    else:
+        siblings = [other.name for other in place.parent.glob("*") if other.is_dir()]
+        near = [str(place.with_name(name)) for name in difflib.get_close_matches(place.name, siblings)]
+    if near:
+        fix = f"{near[0]} is one"
+    return ConfigError(f"{path} is not a folder.", where=where, why=why, fix=fix)
 
 
 def _name(last: str) -> str:

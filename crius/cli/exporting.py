@@ -39,6 +39,7 @@ def export(
     """
     from crius.interop.hub import located
     from crius.tools.convert.exporting import Export, ExportSource, export_model, open_source
+    from crius.tools.convert.new_folder import check_order
 
     if format == "dcp" and no_tokenizer:
         what = "--no_tokenizer has no effect with --format dcp, which has no tokenizer."
@@ -49,6 +50,7 @@ def export(
         from crius.tools.convert.pushing import check_push, push
 
         check_push(push_to, is_answered=yes)
+    check_order("export", source, target)
     opened = replace(open_source(located(source), step), has_tokenizer=not no_tokenizer)
     write: Callable[[ExportSource, str, str], Export] = export_model
     if format == "dcp":

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 from crius.config.arguments import Argument
 from crius.config.other_trainers import MAIN, MOVED, NOTHING, OPTIONS_BY_NAME, VALUES
@@ -21,7 +22,11 @@ _FLAG_OF_FILE = {
     ".csv": "--data.source csv --data.path",
     ".parquet": "--data.source parquet --data.path",
     ".txt": "--data.source text --data.path",
+    ".py": "--config",
 }
+
+
+_FLAG_OF_VERB = {"evaluate": "--tasks", "generate": "--prompt"}
 
 
 def stray(word: str, verb: str) -> ConfigError:
@@ -29,17 +34,25 @@ def stray(word: str, verb: str) -> ConfigError:
     name, equals, _ = word.lstrip("+").partition("=")  # + and ++ of Hydra
     what = f"{word} is neither a flag nor the value of one."
     fix = "leave it out; a flag with several values is repeated: --flag A --flag B"
-    suffix = next((suffix for suffix in _FLAG_OF_FILE if word.endswith(suffix)), "")
     if equals and re.fullmatch(r"[a-z_][\w.-]*", name, re.IGNORECASE):
         what = f"{word} has no dashes."
         fix = f"write --{shlex.quote(word.lstrip('+'))} in place of {shlex.quote(word)}"
-    elif suffix:
-        fix = f"write {_FLAG_OF_FILE[suffix]} {shlex.quote(word)} in place of {shlex.quote(word)}"
     elif word == "help":
         fix = "write --help in place of help"
-    elif verb == "generate":
-        fix = f"write --prompt {shlex.quote(word)} in place of {shlex.quote(word)}"
+    elif flag := _flag_of(word, verb):
+        fix = f"write {flag} {shlex.quote(word)} in place of {shlex.quote(word)}"
     return ConfigError(what, where="command line", fix=fix)
+
+
+def _flag_of(word: str, verb: str) -> str:
+    """The flag of ``verb`` that takes a word like this one; empty if none does."""
+    if verb == "plan":
+        return "--flavor" if word[0].isdigit() else "--model"
+    if verb in _FLAG_OF_VERB:
+        return _FLAG_OF_VERB[verb]
+    if Path(word, "config.json").is_file():
+        return "--checkpoint.init_from"
+    return _FLAG_OF_FILE.get(Path(word).suffix, "--data.path" if Path(word).is_dir() else "")
 
 
 def explained(name: str, verb: str) -> str:
@@ -229,7 +242,7 @@ def _answered(key: str, instead: str, value: str) -> tuple[str, str]:
         value: what was written, one word or several.
     """
     setting = instead.split(" ")[0]
-    if setting == "model.name" and "/" in value:
+    if setting == "model.name" and ("/" in value or Path(value, "config.json").is_file()):
         return "checkpoint.init_from", ""
     answers = VALUES.get(key) or VALUES.get(setting, {})
     parts = [part for part in re.split(r"[\s,\[\]\"']+", value.lower()) if part] or [""]

@@ -60,7 +60,7 @@ _MOVED = {
     "debug.deterministic": "debug.deterministic_warn_only deterministic_mode full_determinism",
     "debug.seed": "data_seed random_state",
     "job.name": "run_name wandb_name",
-    "job.run_dir": "out_dir output_dir resume save",
+    "job.run_dir": "out_dir output output_dir resume save",
     "kernels.attention": "attn_implementation flash_attn",
     "kernels.attention flash": "flash_attention use_flash_attn",
     "kernels.attention flex": "flex_attention",
@@ -68,7 +68,7 @@ _MOVED = {
     "lora.alpha": "lora_alpha",
     "lora.base": "quantization quantization_config",
     "lora.base int8": "load_in_8bit",
-    "lora.base nf4": "load_in_4bit quantization_bit",
+    "lora.base nf4": "load_in_4bit qlora quantization_bit",
     "lora.rank": "lora_r lora_rank r",
     "lora.rank 16": "adapter use_peft finetuning_type",
     "lora.rslora": "peft_use_rslora use_rslora",
@@ -114,10 +114,12 @@ _MOVED = {
         "data_parallel_size dp dp_shard_size training.data_parallel_degree training.data_parallel_shard_degree"
     ),
     "parallelism.data_parallel_shard_degree -1": (
-        "deepspeed fsdp use_distributed_optimizer zero_optimization zero_stage deepspeed_config"
+        "deepspeed deepspeed_config fsdp use_distributed_optimizer zero_optimization zero_optimization.stage zero_stage"
     ),
     "parallelism.expert_parallel_degree": "ep expert_model_parallel_size expert_parallel_size",
-    "parallelism.pipeline_parallel_degree": "pipeline_model_parallel_size pipeline_parallel_size pp",
+    "parallelism.pipeline_parallel_degree": (
+        "experimental.pipeline_parallel_degree pipeline_model_parallel_size pipeline_parallel_size pp"
+    ),
     "parallelism.pipeline_parallel_module_names_per_stage": (
         "parallelism.module_fqns_per_model_part parallelism.pipeline_parallel_split_points"
     ),
@@ -257,6 +259,7 @@ _LACKING = {
     ),
     "all rows are read; training.epochs or training.steps set the length": "max_samples",
     "all weights are trained without lora.rank": "full_finetuning",
+    "OWNER/NAME@REVISION names a revision": "hub_revision model_revision revision",
     "a run continues if its job.run_dir has checkpoints; another job.run_dir begins anew": (
         "ignore_data_skip overwrite_output_dir"
     ),
@@ -302,8 +305,11 @@ NOTHING |= {name: reason for reason, names in _LACKING.items() for name in names
 _OPTIONS = {
     "chat": "apply_chat_template",
     "config": "c cfg config_file config_path job.config_file",
-    "max_new_tokens": "max_gen_len max_length max_tokens n_predict num_tokens num_predict",
+    "max_new_tokens": "max_gen_len max_length max_tokens n n_predict num_tokens num_predict",
     "gpu": "gpu_type",
+    "batch_tokens": "batch_size",
+    "out": "output_path",
+    "push_to": "push_to_hub",
     "nproc": "devices gpus gpus_per_node n_gpus nproc_per_node num_gpus num_processes",
     "prompt": "input p query question text start",
     "dtype": "outtype",
@@ -406,7 +412,6 @@ VALUES = {
 there is none, which begins with a word that has no dot."""
 
 _VERBS = {
-    "bench quantize": "quantise,quantize",
     "checkpoint ls": "checkpoints,checkpoint list,checkpoint show",
     "checkpoint prune": "checkpoint clean,checkpoint delete,checkpoint remove,checkpoint rm",
     "config show": "config get,config list,config print,settings,show-config",
@@ -414,11 +419,12 @@ _VERBS = {
     "data prepare": "data preprocess,data tokenise,data tokenize,prepare,preprocess,tokenise,tokenize",
     "data show": "data head,data inspect,data preview,data view",
     "data tokenizer": "data train-tokenizer,tokenizer,train-tokenizer",
-    "doctor": "check,diagnose,env,info",
+    "doctor": "login,check,diagnose,env,info",
     "evaluate": "benchmark,eval,lm-eval,score,test",
-    "export": "convert,merge,merge-lora,push,save,upload",
-    "chat": "talk,webui",
-    "generate": "complete,infer,inference,predict,prompt,run-model,sample",
+    "export": "quantise,quantize,convert,merge,merge-lora,push,save,upload",
+    "chat": "talk",
+    "chat --web": "gradio,serve,ui,webui",
+    "generate": "complete,llama-cli,infer,inference,predict,prompt,run-model,sample",
     "import": "download,fetch,pull",
     "models": "list,ls,model",
     "plan": "estimate,estimate-memory,memory",
@@ -437,6 +443,9 @@ _WORDS = {words: verb for verb, others in _VERBS.items() for words in others.spl
 }
 _RECIPES = ", ".join(sorted(file.stem for file in (Path(__file__).parent.parent / "recipes").glob("*.toml")))
 _WHY = {
+    "login": "hf auth login is the login of the hub",
+    "push": "crius export RUN TARGET --push_to OWNER/NAME uploads",
+    "quantize": "llama.cpp and vLLM quantise a folder that crius export writes",
     **dict.fromkeys(("list", "ls"), "crius models, crius runs and crius checkpoint ls RUN list what there is"),
     **dict.fromkeys(("recipe", "recipes"), f"a recipe is a flag of train: {_RECIPES}"),
     **dict.fromkeys(("continue", "restart", "resume"), "the command of a run continues it if it names the same folder"),
@@ -458,7 +467,7 @@ def check_verb(arguments: Sequence[str]) -> None:
         if words in _WORDS:
             raise no_verb(words, [*_WORDS[words].split(), *rest], _WHY.get(words, ""))
         if words in _WHY:
-            raise no_verb(words, ["train", "--recipe", "smollm2_sft", *rest], _WHY[words])
+            raise no_verb(words, ["tune", *rest], _WHY[words])
     name, equals, _ = arguments[0].partition("=") if arguments else ("", "", "")
     if (equals or name.startswith("--")) and name not in ("--help", "--import", "--version"):
         raise no_verb(arguments[0], ["train", *arguments])

@@ -284,22 +284,21 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
         return [path]
     found = matches(path)
     files = [file for file in found if file.is_file()]
-    if unnamed := next((file for file in files if not is_utf8(str(file))), None):
-        what = f"the name {ascii(str(unnamed))} of a file that matches {pattern} is not UTF-8."
-        raise DataError(what, where=flag, fix="rename the file")
+    for file in files:
+        if not is_utf8(str(file)):
+            what = f"the name {ascii(str(file))} of a file that matches {pattern} is not UTF-8."
+            raise DataError(what, where=flag, fix="rename the file")
     if files:
         return files
     if not glob.has_magic(pattern):
+        near = difflib.get_close_matches(path.name, glob.glob("*", root_dir=path.parent))
         raise MissingPathError(
-            f"{pattern} does not exist.",
+            f"{pattern} does not exist ({path.absolute()}).",
             where=flag,
-            why="" if path.is_absolute() else f"looked in {Path.cwd()}",
-            fix=f"{flag} with a file, a folder or a pattern that exists",
+            fix=f"{flag} {path.with_name(near[0]) if near else 'with a file, folder or pattern; no URL is read'}",
         )
     raise MissingPathError(
-        f"no file matches {pattern}" + (f" ({len(found)} folders do)." if found else "."),
-        where=flag,
-        fix=f"ls {pattern}; ** goes into subfolders",
+        f"no file matches {pattern}; {len(found)} folders do.", where=flag, fix=f"ls {pattern}; ** goes into subfolders"
     )
 
 
@@ -312,8 +311,8 @@ def _files_of_folder(folder: Path, suffixes: Sequence[str], flag: str) -> list[P
     try:
         return [file for pattern in there or patterns[:1] for file in _matches(pattern, suffixes, flag)]
     except DataError:
-        others = sorted({file.suffix for file in folder.iterdir() if file.suffix and file.is_file()})
-        raise DataError(
+        others = sorted({file.suffix for file in folder.glob("?*.*") if file.is_file()})
+        raise MissingPathError(
             f"folder {folder} and its subfolders have no {suffix} file.",
             where=flag,
             why=f"it has {', '.join(others)} files" if others else "",

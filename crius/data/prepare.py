@@ -66,7 +66,9 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, out: Path, num_workers
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
-            f"{out} exists and is not an empty folder.", where=str(out), fix="choose another, or remove it"
+            f"{out} exists and is not an empty folder.",
+            where="OUT",
+            fix="choose another OUT; --data.path names what is read",
         )
     files = find_files(data)
     built = build_tokenizer(tokenizer)

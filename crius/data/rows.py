@@ -151,7 +151,8 @@ def decode(content: bytes, file: Path, line: int, offset: int) -> str:
             where=f"{file}:{line}",
             fix="the file looks compressed: unpack it first"
             if compressed
-            else f"iconv -f {encoding} -t UTF-8 {name} > {converted} if it is {encoding}, and give that file",
+            else f"iconv -f {encoding} -t UTF-8 {name} > {converted} if it is {encoding}, and give that file"
+            "; pdftotext or pandoc if it is no text",
         ) from error
     return text.removeprefix("\ufeff") if offset == 0 else text
 

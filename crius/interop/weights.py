@@ -352,14 +352,14 @@ def _of_hugging_face(folder: Path, where: str) -> Weights:
         names = model_files(folder)
         if not names:
             pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
-            raise CheckpointError(
+            raise ConfigError(
                 f"{folder} has no model{SUFFIX}, index or model-*-of-*{SUFFIX}.",
                 where=where,
                 why=f"{pickles[0]} is a pickle, which can run code; it was not read" if pickles else "",
                 fix="get the repository's safetensors, or save them: model.save_pretrained(DIR) in transformers",
             )
         foreign = read_safetensors(folder)
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         errors.append(error)
     if errors:
         raise ConfigError.together(errors)

@@ -114,6 +114,9 @@ def test_verify_and_ls_report_a_checkpoint_that_lost_its_manifest_or_became_a_li
     ("arguments", "code", "words"),
     [
         (("verify", "{run}/nowhere"), 2, "is not a folder"),
+        (("verify", "{run}/checkpoint"), 2, "checkpoints is one"),
+        (("verify", "{run}/model.bin"), 2, "pickles, not read"),
+        (("verify", "{run}/empty/model.safetensors"), 2, "empty is one"),
         (("verify", "{run}/empty"), 1, "no checkpoints"),
         (("ls", "foo://x"), 2, "does not know the URL scheme foo://"),
         (("prune", "{run}", "--keep_last", "1"), 2, "--keep_last 2"),
@@ -125,6 +128,8 @@ def test_verify_and_ls_report_a_checkpoint_that_lost_its_manifest_or_became_a_li
 )
 def test_what_cannot_be_done_says_why(arguments, code, words, run, crius):
     (run / "empty").mkdir()
+    for name in ("model.bin", "empty/model.safetensors", "empty/config.json"):
+        (run / name).touch()
     found = crius(*(argument.format(run=run) for argument in arguments))
     assert found[0] == code
     assert words in found[1]

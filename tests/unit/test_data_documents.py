@@ -14,7 +14,7 @@ from crius.data import documents, rows
 from crius.data.documents import Piece, document_text, find_files, read_pieces
 from crius.data.rows import Refusals
 from crius.data.source import MAX_IDENTITY, storable_identity
-from crius.errors import ConfigError, DataError
+from crius.errors import ConfigError, DataError, MissingPathError
 
 
 def read(source, *patterns, **options):
@@ -139,13 +139,15 @@ def test_a_compressed_file_is_recognised(tmp_path):
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_paths_that_are_no_files_are_refused_with_what_to_type(tmp_path, source):
     (tmp_path / "sub").mkdir()
+    (tmp_path / "file.txt").write_text("a")
     for pattern, want in {
         "none*": "no file matches",
-        "none": "does not exist",
+        "none": "does not exist.*no URL is read",
+        "files.txt": "--data.path .*file.txt",
         "sub": r"give another --data.path, or put \.\w+ files there",
         "su*": r"1 folders do",
     }.items():
-        with pytest.raises(DataError, match=want):
+        with pytest.raises(MissingPathError, match=f"(?s){want}"):
             read(source, tmp_path / pattern)
     with pytest.raises(DataError, match="--data.path FILE"):
         read(source)

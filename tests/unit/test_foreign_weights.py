@@ -135,7 +135,7 @@ def test_a_stale_index_beside_a_newer_file_is_refused_with_both_names(model, tmp
 
 def test_files_that_are_no_model_are_not_read_as_one(model):
     (model / WHOLE).rename(model / "consolidated.safetensors")
-    with pytest.raises(CheckpointError, match="has no model.safetensors, index or"):
+    with pytest.raises(ConfigError, match="has no model.safetensors, index or"):
         open_weights(str(model))
 
 

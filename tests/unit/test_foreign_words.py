@@ -91,6 +91,7 @@ FLAGS = {
     "--train_batch_size 32": "--training.global_batch_size 32",
     "--gradient_clipping 1.0": "--training.max_norm 1.0",
     "--num_gpus 2": "--nproc 2",
+    "--zero_optimization.stage 2": "--parallelism.data_parallel_shard_degree -1",
     # axolotl
     "--adapter lora": "--lora.rank 16",
     "--adapter qlora": "--lora.base nf4",
@@ -122,6 +123,9 @@ FLAGS = {
     "--float8.enable_fsdp_float8_all_gather": "--quantize.dense.float8.enable_fsdp_float8_all_gather",
     "--n_layer 4": "--model.num_layers 4",
     "--resume runs/a": "--job.run_dir runs/a",
+    "--experimental.pipeline_parallel_degree 2": "--parallelism.pipeline_parallel_degree 2",
+    "--output out": "--job.run_dir out",
+    "--qlora": "--lora.base nf4",
     "--tp 2": "--parallelism.tensor_parallel_degree 2",
     "--mixed_precision bf16": "--training.mixed_precision_param bfloat16",
     "--quantization_config 4bit": "--lora.base nf4",
@@ -164,6 +168,7 @@ REASONS = {
     "--neftune_noise_alpha 5": "no noise is added",
     "--trust_remote_code": "no code of a model is run",
     "--push_to_hub": "crius export --push_to",
+    "--revision main": "OWNER/NAME@REVISION",
     "--load_best_model_at_end": "checkpoint.keep_every",
     "--do_train": "crius evaluate",
     "--dataset_num_proc 8": "--num_workers N",
@@ -183,7 +188,7 @@ REASONS = {
 VERBS = {
     "eval": "evaluate",
     "sample": "generate",
-    "webui": "chat",
+    "webui": "chat --web",
     "sft": "tune",
     "finetune": "tune",
     "fine_tune": "tune",
@@ -205,7 +210,11 @@ VERBS = {
     "memory": "plan",
     "env": "doctor",
     "logs": "report",
-    "dpo": "train --recipe smollm2_sft",
+    "dpo": "tune",
+    "serve": "chat --web",
+    "login": "doctor",
+    "llama-cli": "generate",
+    "quantize": "export",
     "trian": "train",
     "Train": "train",
     "genrate": "generate",
@@ -220,6 +229,24 @@ STRAY = {
     "book.txt": "--data.source text --data.path book.txt",
     "a.toml": "--config a.toml",
     "axolotl.yaml": "--config axolotl.yaml",
+    "train_gpt2.py": "--config train_gpt2.py",
+}
+
+# a command with a word that has no flag, foreign options or swapped paths: its fix
+WORDS = {
+    "generate base 'Hi you'": "write --prompt 'Hi you' in place of 'Hi you'",
+    "generate base -p a -n 8": "write --max_new_tokens 8 in place of -n 8",
+    "evaluate base a.jsonl": "write --tasks a.jsonl in place of a.jsonl",
+    "evaluate base --batch_size 8": "write --batch_tokens 8 in place of --batch_size 8",
+    "evaluate base --output_path a": "write --out a in place of --output_path a",
+    "plan llama3": "write --model llama3 in place of llama3",
+    "plan 70b": "write --flavor 70b in place of 70b",
+    "train model": "write --checkpoint.init_from model in place of model",
+    "train book": "write --data.path book in place of book",
+    "train --model model": "write --checkpoint.init_from model in place of --model model",
+    "export new model": "crius export model new",
+    "export run b --push_to_hub me/x": "write --push_to me/x in place of --push_to_hub me/x",
+    "import new model": "crius import model new",
 }
 
 AXOLOTL = """\
@@ -325,15 +352,15 @@ ELSEWHERE = {
     ),
     "TRL, DataCollatorForCompletionOnlyLM and SFTConfig": "loss_type response_template",
     "unsloth": "full_finetuning random_state use_gradient_checkpointing",
-    "lm-eval, Ollama and LitGPT": "gpu_type model model_args num_fewshot num_predict pretrained task",
+    "lm-eval, Ollama and LitGPT": "output_path gpu_type model model_args num_fewshot num_predict pretrained task",
     "llama.cpp, convert_hf_to_gguf.py": "outtype",
     "several programs, and habits": (
         "apply_chat_template aux_loss_coef aux_loss_coeff c capacity_factor cfg config_path context_length "
         "context_parallel_rotate_method cp data_parallel_size datasets ddp devices dp dpo ep epochs "
         "expert_parallel_size flavour gpus import input load_balance_coeff max_gen_len max_seq_len max_tokens "
-        "moe_top_k n_embed n_gpus n_heads n_layers n_predict norm_type num_tokens p pipeline_parallel_size pp "
-        "ckpt_dir model_path precision quantization query question resume temp text top_k tp wandb z_loss "
-        "z_loss_coeff zero_stage"
+        "moe_top_k n n_embed n_gpus n_heads n_layers n_predict norm_type num_tokens p pipeline_parallel_size pp "
+        "ckpt_dir model_path output precision qlora quantization query question resume revision temp text top_k tp "
+        "wandb z_loss z_loss_coeff zero_stage"
     ),
     "config.json of Hugging Face": (
         "attention_dropout decoder_sparse_step head_dim intermediate_size max_length model_max_length "
@@ -457,8 +484,17 @@ def test_a_word_without_dashes_is_answered_with_its_flag(capsys):
     assert code == 2
     assert [word for word, fix in STRAY.items() if f"write {fix} in place of {word}\n" not in told] == []
     assert _told(shlex.split(" ".join([*STRAY.values()][:3])))[0] == 0
-    assert main(["generate", "base", "Hi you"]) == 2
-    assert "write --prompt 'Hi you' in place of 'Hi you'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("typed", "fix"), WORDS.items())
+def test_a_word_of_a_verb_is_answered_with_its_flag(typed, fix, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "book"):
+        (tmp_path / name).mkdir()
+    for name in ("model/config.json", "run.toml"):
+        (tmp_path / name).touch()
+    assert main(shlex.split(typed)) == 2
+    assert f"  fix    {fix}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", FILES)

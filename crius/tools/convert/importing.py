@@ -40,7 +40,7 @@ from crius.tokens.tokenizer import build_tokenizer
 from crius.tools.convert.convert import write_checkpoint
 from crius.tools.convert.dcp import METADATA
 from crius.tools.convert.gguf_file import SUFFIX, open_gguf
-from crius.tools.convert.new_folder import new_folder
+from crius.tools.convert.new_folder import check_order, new_folder
 
 _LARGEST_FILE = 1 << 28
 
@@ -115,6 +115,7 @@ def import_model(source: str, target: str, *, adapter: str = "", allow_nonfinite
         CheckpointError: the source is damaged or hostile, or the target cannot be written.
         EnvironmentError: a package is missing, or the hub does not return the files.
     """
+    check_order("import", source, target)
     place = Path(target).expanduser()
     with new_folder(target) as folder:
         weights, files, note = open_source(source, adapter)

@@ -1,11 +1,25 @@
 """The folder that a conversion writes."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from crius import new_folder as whole
 from crius.errors import CheckpointError, ConfigError
+from crius.hub import hub_name
+
+
+def check_order(verb: str, source: str, target: str) -> None:
+    """Refuse a source that does not exist before a target that is a model: the two were swapped.
+
+    Raises:
+        ConfigError: they were swapped; the fix is the other order.
+    """
+    is_model = any(Path(target, name).is_file() for name in ("config.json", "run.toml"))
+    if is_model and not Path(source).exists() and hub_name(source) is None:
+        what = f"there is no {source}, and {target} is a model."
+        raise ConfigError(what, where="command line", fix=shlex.join(["crius", verb, target, source]))
 
 
 @contextlib.contextmanager
