@@ -293,8 +293,9 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
     if not glob.has_magic(pattern):
         near = difflib.get_close_matches(path.name, glob.glob("*", root_dir=path.parent))
         raise MissingPathError(
-            f"{pattern} does not exist ({path.absolute()}).",
+            f"{pattern} does not exist.",
             where=flag,
+            why="" if path.is_absolute() else f"looked in {Path.cwd()}",
             fix=f"{flag} {path.with_name(near[0]) if near else 'with a file, folder or pattern; no URL is read'}",
         )
     raise MissingPathError(

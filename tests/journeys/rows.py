@@ -376,7 +376,7 @@ J7 = [
     Row("crius config diff a b", 2, ("a is not a run folder",)),
     # wrong data, tokenizer, folder
     Row("crius train --data.source text --data.path nowhere/", 2, ("nowhere/ does not exist",)),
-    Row("crius train --data.source text --data.path empty/", 1, ("empty",)),
+    Row("crius train --data.source text --data.path empty/", 2, ("empty",)),
     Row("crius train --data.source text --data.path latin1.txt", 1, ("latin1.txt:1", "not UTF-8")),
     Row("crius train --data.source jsonl --data.path cut.jsonl", 1, ("cut.jsonl:2", "not JSON")),
     Row("crius train --data.source tokens --data.path .", 2, ("meta.json", "crius data prepare")),

@@ -119,7 +119,7 @@ HOSTILE = {
     "huge_header": (lambda folder: shard(folder).write_bytes((1 << 40).to_bytes(8, "little") + b"{}"), 1, "header"),
     "header_of_no_json": (lambda folder: header(folder, lambda text: b"x" * len(text)), 1, "JSON"),
     "link": (linked, 1, "link"),
-    "pickle": (pickled, 1, "pickle"),
+    "pickle": (pickled, 2, "pickle"),
     "tensors_missing": (without_a_tensor, 1, "9 that the model has and the source lacks"),
     "tensors_too_many": (lambda folder: config(folder, num_hidden_layers=3), 1, "9 that the source has"),
     "other_sizes": (lambda folder: config(folder, hidden_size=128), 1, "of another shape"),

@@ -22,7 +22,7 @@ from crius.config.toml_file import flatten
 from crius.errors import ConfigError
 from crius.launch.stop import Stop, ask_for_signal
 from crius.redact import printable
-from crius.run_file import write_whole
+from crius.run_file import open_log, write_whole
 from crius.table import aligned
 from crius.tools.report.runs import RunRow, RunState, is_run, rank, run_row, short_names, shown, tail
 from crius.untrusted import object_below
@@ -237,7 +237,7 @@ def train(words: Sequence[str], stops: Sequence[Stop], log: Path | None = None) 
     if log:
         log.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(log.open("ab")) if log else None
+        output = stack.enter_context(open_log(log)) if log else None
         process = subprocess.Popen(
             [*PROGRAM, "train", *words],
             stdout=output,
