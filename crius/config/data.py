@@ -311,8 +311,8 @@ def _object(text: str, known: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_number(name: str, value: Any) -> None:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"has {name} = {json.dumps(value)}, which is not a positive number")
+    if type(value) not in (int, float) or not 0 < value < 1e18:
+        raise ValueError(f"has {name} = {json.dumps(value)}, which is not a positive number below 1e18")
 
 
 def exact(number: float) -> Fraction:

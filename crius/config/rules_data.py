@@ -289,6 +289,7 @@ def _data_problems(entry: MixEntry, paths: dict[str, str], is_dry: bool) -> Iter
         expanded = os.path.expanduser(path)
         if not is_dry and not glob.glob(expanded):
             yield f"has path {path}, which does not exist", "", "correct the path, or leave the entry out"
+            continue
         other = paths.setdefault(os.path.realpath(expanded), entry.name)
         if other != entry.name:
             why = "its sequences would be read twice, with two counts of epochs"

@@ -152,18 +152,19 @@ class Walk:
         start: where to begin; None: at sample 0.
 
     Attributes:
+        start: where it began.
         place: where the walk is.
         spans: spans that it has reached, in order.
     """
 
     def __init__(self, plan: Plan, start: Place | None = None) -> None:
         self.plan = plan
-        self._start = start or opened(plan, 0, (0,) * len(plan.names))
+        self.start = start or opened(plan, 0, (0,) * len(plan.names))
         self._limits = np.array(plan.limits)
         self._begin()
 
     def _begin(self) -> None:
-        self.place = self._start
+        self.place = self.start
         self.spans = [self.place.span]
         self._schedule: Schedule | None = None
 
@@ -222,8 +223,8 @@ class Walk:
         Raises:
             ValueError: the walk began after it.
         """
-        if sample < self._start.sample:
-            raise ValueError(f"sample {sample} is before the start {self._start.sample}")
+        if sample < self.start.sample:
+            raise ValueError(f"sample {sample} is before the start {self.start.sample}")
         if sample < self.place.sample:
             self._begin()
         while self.place.sample < sample and not self.place.is_end:
@@ -401,7 +402,7 @@ class MixedSource:
 
     def end_before(self, sample: int) -> int:
         """The sample at which the data ends, if that is before ``sample``; else 0."""
-        walk = Walk(self.plan)
+        walk = Walk(self.plan, self._walk.start)
         if any(self.plan.limits):
             walk.seek(sample)
         return walk.place.sample if walk.place.is_end else 0
@@ -466,17 +467,14 @@ class MixedSource:
         self._blocks: list[_Block] = []
 
     def _block_of(self, sample: int) -> _Block:
-        for block in self._blocks:
-            if 0 <= sample - block.place.sample < len(block.sources):
-                return block
         while True:
+            for block in self._blocks:
+                if 0 <= sample - block.place.sample < len(block.sources):
+                    return block
             if not 0 <= sample - self._walk.place.sample < BLOCK:
                 self._walk.seek(sample)
-            place = self._walk.place
-            block = _Block(place, *self._walk.take(BLOCK))
+            block = _Block(self._walk.place, *self._walk.take(BLOCK))
             self._blocks = [*self._blocks[1 - _KEPT :], block]
-            if sample - place.sample < len(block.sources):
-                return block
 
 
 def mixed_source(

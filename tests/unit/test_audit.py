@@ -12,9 +12,10 @@ import pytest
 from crius import cli
 from crius.data import sample_log
 from crius.data.loader import BatchLoader
+from crius.data.mixture import Plan, Walk
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, samples_path, to_ranges
 from crius.data.source import Rows
-from crius.errors import ConfigError
+from crius.errors import ConfigError, DataError
 from crius.tools.data_audit import audit as audits
 from crius.tools.data_audit.audit import audit
 
@@ -328,3 +329,52 @@ def test_a_folder_without_logs_is_refused(tmp_path):
 def test_the_audit_needs_no_torch(elastic, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main(["data", "audit", str(elastic)]) == 0
+
+
+def mixed_attempt(run_dir):
+    """What two steps of a mixture leave. Returns its record."""
+    plan = Plan(names=("a", "b"), sizes=(7, 9), limits=(0, 9), stops=(False, False), stages=((0, (1, 1)), (4, (3, 1))))
+    walk = Walk(plan)
+    start = Attempt(attempt=0, after=0, sample=0, ranks=1, batch=4, epoch_samples=0, source="mixture")
+    sample_log.log_mixture(run_dir, 0, plan, walk.place)
+    log = SampleLog(run_dir, 0, start)
+    for step in (1, 2):
+        log.write(step, range(4 * step - 4, 4 * step), walk.take(4)[0].tolist())
+    log.close()
+    return json.loads((run_dir / "data" / "mixture.jsonl").read_text())
+
+
+COLUMNS = ("names", "sizes", "weights", "before", "counts")
+DAMAGED = [
+    *(
+        {name: value}
+        for name in ("names", "sizes", "weights", "before", "counts")
+        for value in ("x", [], [[], 1, 2], 3)
+    ),
+    *(
+        {"stages": value}
+        for value in ([], [[0, [1, "x"]]], [[0, [1]]], [[0, [1, 1.5]]], [["x", [1, 1]]], [[5, [1, 1]]])
+    ),
+    *({"first": value} for value in (None, -1, 1.5)),
+    {"limits": [float("nan"), 0]},
+    {"sizes": [0, 9]},
+    {"weights": [None, 1]},
+    {"before": [10**30, 0]},
+    {"counts": [5, 0]},
+]
+
+
+def test_a_damaged_record_of_a_mixture_is_an_error_and_so_is_an_unknown_source(tmp_path):
+    right = mixed_attempt(tmp_path)
+    assert not audit(tmp_path).problems
+    for damage in DAMAGED:
+        (tmp_path / "data" / "mixture.jsonl").write_text(json.dumps(right | damage))
+        with pytest.raises(DataError, match="cannot be read"):
+            audit(tmp_path)
+    (tmp_path / "data" / "mixture.jsonl").write_text(json.dumps(right))
+    path = samples_path(tmp_path, 0)
+    whole = path.read_text()
+    path.write_text(whole.replace('"mix":{"0":3', '"mix":{"7":1,"0":3'))
+    assert audit(tmp_path).problems == ("step 2 of attempt 0 on rank 0 has 1 sequences of 7, the schedule has 0",)
+    path.write_text(whole.replace('"step":2', f'"step":{1 << 62}'))
+    assert "cannot be read" in audit(tmp_path).notes[0]

@@ -118,3 +118,17 @@ def test_a_run_ends_where_a_source_stops_it(flags):
     loader = BatchLoader(stopped.train, global_batch_size=BATCH, rank=0, num_ranks=1, prefetch=0)
     assert len(list(islice(loader, end // BATCH))) == end // BATCH, "what is read ahead may lie beyond the end"
     assert any("ends after" in line for line in stopped.description)
+
+
+@pytest.mark.parametrize("batch", [2, 12])
+def test_another_batch_moves_the_end_of_the_data_with_the_stages(flags, batch):
+    entries = [entry.replace('"share"', '"stop"') for entry in run_of(*flags).data.mix]
+    given = [part for entry in entries for part in ("--data.mix", entry)]
+    _, state = rows_of(lambda: opened(flags, *given), 1, 0, steps=10)
+    source = opened(flags, *given, f"--training.global_batch_size={batch}").train
+    end = source.end_before(1000 * batch)
+    loader = BatchLoader(source, global_batch_size=batch, rank=0, num_ranks=1, prefetch=0, end_sample=end)
+    loader.load_state_dict(state)
+    list(islice(loader, loader.steps_left))
+    assert loader.next_sample == loader.end_sample != end
+    assert loader.state_dict()["mixture"]["sums"][0] == source.plan.limits[1]

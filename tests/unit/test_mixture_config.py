@@ -136,3 +136,13 @@ def test_a_sample_is_shown_with_its_source(flags, capsys):
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("=== ")]
     assert [line.rpartition(", of ")[2] for line in heads] == [mixed.origin(sample)[0] for sample in sorted(wanted)]
     assert any("conversations" in line and line.endswith("of chat") for line in heads)
+
+
+@pytest.mark.parametrize("share", ["1" + "0" * 400, "1e300"])
+def test_absurd_weights_and_paths_are_errors(share, capsys):
+    flags = []
+    for name, path, weight in (("a", "a\\u0000", "0.5"), ("b", "\\ud800", "0.5"), ("c", "c", share)):
+        flags += ["--data.mix", f'{{"name": "{name}", "path": "{path}", "weight": {weight}}}']
+    assert cli.main(["data", "mix", "show", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "which is not a positive number below" in said and said.count("which does not exist") == 2

@@ -106,20 +106,8 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """The result as data."""
-        names = [
-            "steps",
-            "last_step",
-            "first_sample",
-            "end_sample",
-            "epoch_samples",
-            "epochs_crossed",
-            "repeated",
-            "skipped",
-            "problems",
-            "notes",
-            "shares",
-        ]
-        return {name: getattr(self, name) for name in names} | {"attempts": [vars(one) for one in self.attempts]}
+        attempts = [vars(one) for one in self.attempts]
+        return vars(self) | {"epochs_crossed": self.epochs_crossed, "attempts": attempts}
 
 
 @dataclass
@@ -273,6 +261,8 @@ def _take(log: RankLog, line: bytes) -> bool:
             log.starts[start.attempt] = start
             return True
         flat = array("q")
+        if record["step"] >> 40:
+            return False
         for first, end, stride in record["ids"]:
             if not (0 <= first < end < 1 << 62 and 0 < stride and (end - first) // stride <= _MOST_SAMPLES):
                 return False

@@ -1,12 +1,14 @@
 """Proves from the folder of a run that a mixture had its shares: each logged step against the schedule."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crius.data.mixture import Place, Plan, Span, Walk
+from crius.data.mixture import Place, Plan, Schedule, Span, Walk
 from crius.data.sample_log import MIXTURE, Attempt
 from crius.errors import DataError
 from crius.untrusted import HUGE, records_below
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from crius.tools.data_audit.audit import RankLog
 
 _MOST_NAMED = 10
+_ROWS = ("names", "sizes", "limits", "stops", "weights", "before", "counts")
 
 
 def prove(
@@ -60,7 +63,7 @@ def prove(
 
 def _differences(walk: Walk, start: Attempt, last: int, logs: "Mapping[int, RankLog]") -> list[str]:
     """What the steps of an attempt, up to ``last``, have otherwise than the schedule."""
-    names = walk.plan.names
+    names = dict(enumerate(walk.plan.names))
     steps = {rank: log.steps(start.attempt) for rank, log in logs.items()}
     found = []
     for step in range(start.after + 1, last + 1):
@@ -72,11 +75,13 @@ def _differences(walk: Walk, start: Attempt, last: int, logs: "Mapping[int, Rank
         for rank, log in logs.items():
             ids = [number - first for span in steps[rank].get(step, ()) for number in range(*span)]
             inside = [number for number in ids if 0 <= number < len(chosen)]  # else a sample is repeated or skipped
-            logged = log.mixes.get((start.attempt, step), {})
-            for source, wanted in enumerate(np.bincount(chosen[inside], minlength=len(names)).tolist()):
-                if (had := logged.get(source, 0)) != wanted:
+            logged = Counter(log.mixes.get((start.attempt, step)))
+            wanted = Counter(chosen[inside].tolist())
+            for source in {**logged, **wanted}:
+                if logged[source] != wanted[source]:
                     where = f"step {step} of attempt {start.attempt} on rank {rank}"
-                    found.append(f"{where} has {had} sequences of {names[source]}, the schedule has {wanted}")
+                    name = names.get(source, source)
+                    found.append(f"{where} has {logged[source]} sequences of {name}, the schedule has {wanted[source]}")
     return found
 
 
@@ -95,7 +100,15 @@ def _lines(plan: Plan, end: Place) -> list[str]:
 
 
 def _read(record: Mapping[str, Any]) -> tuple[Plan, Place]:
-    columns = {name: tuple(record[name]) for name in ("names", "sizes", "limits", "stops")}
-    plan = Plan(**columns, stages=tuple((first, tuple(weights)) for first, weights in record["stages"]))
-    span = Span(record["first"], tuple(record["weights"]), tuple(record["before"]))
-    return plan, Place(span, tuple(record["counts"]))
+    names, sizes, limits, stops, weights, before, counts = (tuple(record[name]) for name in _ROWS)
+    stages = {first: tuple(of_stage) for first, of_stage in record["stages"]}
+    first = record["first"]
+    rows = [sizes, limits, weights, before, counts, *stages.values()]
+    is_right = all(type(number) is int and number >= 0 for number in [first, *stages, *chain(*rows)])
+    begin = max(min(stages), sum(before))
+    if not is_right or {len(stops), *map(len, rows)} != {len(names)} or 0 in sizes or begin > first:
+        raise ValueError("its numbers are not those of a mixture")
+    if any(weights):
+        Schedule(weights, counts)
+    plan = Plan(tuple(map(str, names)), sizes, limits, stops, tuple(stages.items()))
+    return plan, Place(Span(first, weights, before), counts)
