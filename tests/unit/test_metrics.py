@@ -257,13 +257,13 @@ def test_a_terminal_gets_a_bar_and_whole_lines_above_it(tmp_path):
             80,
             "step 1/3  loss 3.5000  grad_norm 0.400  lr 3.0e-04  tokens/s/rank 11,842",
             "validation of books at step 3  loss 2.5000  perplexity 12.182",
-            "step 3/3  loss 3.5000  tokens/s 23,684  left 0:00:00",
+            "step 3/3  0:00:00  loss 3.5000  tokens/s 23,684  left 0:00:00",
         ),
         (
             50,
             "step 1/3  loss 3.5000  tokens/s/rank 11,842",
             "validation of books at step 3  loss 2.5000",
-            "step 3/3  loss 3.5000  left 0:00:00",
+            "step 3/3  0:00:00  loss 3.5000  left 0:00:00",
         ),
     ],
 )

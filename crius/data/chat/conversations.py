@@ -240,7 +240,7 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
         why=f"{' or '.join(' and '.join(pair) for pair in pairs)} may be meant"
         if pairs
         else f"Crius looked for {', '.join(LISTS)}, and for {', '.join('+'.join(pair) for pair in PAIRS)}",
-        fix=f"{_FLAG} MESSAGES, or {_FLAG} {shlex.quote(first)} {_FLAG} {shlex.quote(second)}; text: crius train",
+        fix=f"{_FLAG} MESSAGES, or {_FLAG} {shlex.quote(first)} {_FLAG} {shlex.quote(second)}",
     )
 
 
