@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # of letters that the encoding lacks
     SOURCES.origins.clear()
+    SOURCES.notes = None
     try:
         words = _with_known_verb(import_named(words))
         add_verbs(words[0] if words else "")
