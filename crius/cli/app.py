@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import json
 import os
 import shlex
 import shutil
@@ -216,6 +217,11 @@ def emit(text: str) -> None:
     except OSError as error:
         silence_stdout()  # what it still holds cannot be written either
         raise EnvironmentError(f"standard output cannot be written: {error.strerror}.", where="the shell") from None
+
+
+def emit_result(data: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print the result of a verb: ``data`` as JSON, or ``lines`` for people. Raises as ``emit``."""
+    emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
 
 
 def facts_of(

@@ -26,11 +26,11 @@ def chat(
     if against and not web:
         raise ConfigError("--against needs the page.", where="command line", fix="--web")
     from crius.interop.hub import located
-    from crius.tools.generate.checked import open_source
+    from crius.tools.generate.checked import open_answering
 
-    weights = [open_source(located(source), checked)]
-    if against:
-        weights.append(open_source(located(against), replace(checked, chat=False)))  # it gets the first one's template
+    weights = [open_answering(located(source), checked)]
+    if against:  # it gets the first one's template
+        weights.append(open_answering(located(against), replace(checked, chat=False)))
     need_torch()
     from crius.tools.generate.chat import chatting
     from crius.tools.generate.session import talk

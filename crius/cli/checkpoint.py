@@ -15,7 +15,7 @@ from crius.checkpoint.manifest import ALGORITHM, Manifest
 from crius.checkpoint.names import MANIFEST, parse_folder, parse_step, step_name
 from crius.checkpoint.state import read_state
 from crius.checkpoint.whereabouts import find_checkpoints
-from crius.cli.app import Json, checkpoint_app, emit
+from crius.cli.app import Json, checkpoint_app, emit, emit_result
 from crius.config.operation import CheckpointConfig
 from crius.errors import CheckpointError, ConfigError
 from crius.launch.lock import run_lock
@@ -178,7 +178,7 @@ def convert(
     from crius.tools.convert.convert import convert
 
     done = convert(source, target, renames=rename, skips=skip, step=step, rotary_pairs=rotary_pairs)
-    emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
+    emit_result(done.as_dict(), done.lines(), as_json=as_json)
     if done.unknown:
         key = done.unknown[0].source
         raise CheckpointError(

@@ -1,9 +1,8 @@
 """``crius evaluate``."""
 
-import json
 from typing import Annotated
 
-from crius.cli.app import Json, app, emit, need_torch
+from crius.cli.app import Json, app, emit_result, need_torch
 from crius.errors import ConfigError
 from crius.tools.evaluate.settings import EvaluateSettings
 from crius.tools.evaluate.tasks import LM_EVAL, read_tasks
@@ -38,9 +37,9 @@ def evaluate(
     theirs = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
     read = read_tasks([name for name in names if not name.startswith(LM_EVAL)], settings.limit)
     from crius.interop.hub import located
-    from crius.tools.generate.checked import open_source
+    from crius.tools.generate.checked import open_answering
 
-    weights = open_source(located(source), settings.of_source)
+    weights = open_answering(located(source), settings.of_source)
     need_torch()
     from crius.tools.evaluate.run import evaluate as score
 
@@ -50,5 +49,5 @@ def evaluate(
         done = score(weights, read, settings, scorer(theirs))
     else:
         done = score(weights, read, settings)
-    emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
+    emit_result(done.as_dict(), done.lines(), as_json=as_json)
     return 0

@@ -1,7 +1,6 @@
 """``crius config explain``: all facts about one setting."""
 
 import inspect
-import json
 import re
 import textwrap
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from crius.cli.app import (
     NumProcesses,
     Recipe,
     config_app,
-    emit,
+    emit_result,
     facts_of,
     train_verb,
 )
@@ -65,7 +64,7 @@ def explain(
         "rules": _rules_of(name),
         "other_names": _other_names(name),
     }
-    emit(json.dumps(explained, indent=2) if as_json else "\n".join(_lines(explained)))
+    emit_result(explained, _lines(explained), as_json=as_json)
     return 0
 
 

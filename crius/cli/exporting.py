@@ -1,11 +1,10 @@
 """``crius export``."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from crius.cli.app import Json, app, emit
+from crius.cli.app import Json, app, emit_result
 from crius.errors import ConfigError
 
 
@@ -58,7 +57,7 @@ def export(
     if format == "peft" or (not format and opened.weights.adapters):
         from crius.tools.convert.peft_out import export_peft as write
     done = write(opened, target, dtype)
-    emit(json.dumps(done.as_dict(), indent=2) if as_json else "\n".join(done.lines()))
+    emit_result(done.as_dict(), done.lines(), as_json=as_json)
     if push_to:
         push(target, push_to, is_answered=yes)
     return 0

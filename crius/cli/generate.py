@@ -29,10 +29,10 @@ def generate(
     settings.check()
     prompts = read_prompts(prompt, prompt_file, chat=settings.chat)
     from crius.interop.hub import located
-    from crius.tools.generate.checked import open_source
+    from crius.tools.generate.checked import open_answering
 
     source = located(source)
-    weights = open_source(source, settings)
+    weights = open_answering(source, settings)
     need_torch()
     if settings.ranks > 1:
         from crius.tools.generate.split import run_split

@@ -1,10 +1,9 @@
 """``crius import``."""
 
-import json
 import shlex
 from typing import Annotated, Any, Literal
 
-from crius.cli.app import Json, app, emit
+from crius.cli.app import Json, app, emit, emit_result
 from crius.errors import ConfigError
 
 
@@ -51,7 +50,7 @@ def import_weights(
         fix = f"crius import {shlex.quote(source)} DIR, or --explain"
         raise ConfigError("no run folder to write is given.", where="command line", fix=fix)
     done = import_model(source, target, adapter=adapter, allow_nonfinite=allow_nonfinite)
-    emit(json.dumps({**done.as_dict(), **told}, indent=2) if as_json else "\n".join(done.lines()))
+    emit_result({**done.as_dict(), **told}, done.lines(), as_json=as_json)
     if not as_json:
         emit(f"train on it: crius train --checkpoint.init_from {done.where}")
     if done.adapters and not as_json:
@@ -71,6 +70,6 @@ def _explained(source: str, adapter: str, *, is_printed: bool, as_json: bool) ->
     explanation = explain(source, adapter)
     told = explanation.as_dict()
     if is_printed or explanation.refusals:
-        emit(json.dumps(told, indent=2) if as_json else "\n".join(explanation.lines()))
+        emit_result(told, explanation.lines(), as_json=as_json)
     explanation.check()
     return told

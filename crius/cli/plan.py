@@ -1,7 +1,6 @@
 """``crius plan``: which layout, how much memory, how fast."""
 
 import dataclasses
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from crius.cli.app import (
     Recipe,
     app,
     check_save_ops,
-    emit,
+    emit_result,
     facts_of,
     imports,
     need_torch,
@@ -95,7 +94,7 @@ def plan(
     --global_batch_size and --local_batch_size are short for their dotted names. Exit code 1 if nothing fits.
     """
     data, lines, code = _told(_planned(_case(run, asked)), asked, config)
-    emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+    emit_result(data, lines, as_json=as_json)
     return code
 
 
@@ -124,7 +123,7 @@ def check(
         data |= {"check": report.as_dict()}
         lines += ["", *report.lines()]
         code = int(not report.agrees)
-    emit(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+    emit_result(data, lines, as_json=as_json)
     return code
 
 
@@ -134,7 +133,7 @@ def validate(file: Annotated[Path, "CSV file of measurements."], *, as_json: Jso
     from crius.tools.plan.validate import validate_file
 
     report = validate_file(file, _run_of_row)
-    emit(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.table()))
+    emit_result(report.as_json(), report.table(), as_json=as_json)
     return 0 if report.judged else 1
 
 
@@ -152,7 +151,7 @@ def compare(
 
     run = config_of(str(run_folder))
     compared = compare_run(run_folder, run, describe_model(run), hardware(gpu) if gpu else None)
-    emit(json.dumps(compared.as_dict(), indent=2) if as_json else "\n".join(compared.lines()))
+    emit_result(compared.as_dict(), compared.lines(), as_json=as_json)
     return 0
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from crius.cli.app import Json, app, emit
+from crius.cli.app import Json, app, emit, emit_result
 from crius.redact import printable
 from crius.tools.report.compare import compare as compare_runs
 from crius.tools.report.curves import TOLERANCE
@@ -60,5 +60,5 @@ def compare(
     for run in left_out:
         sys.stderr.write(printable(f"{run.path} is left out: {run.lacks}\n"))
     found = compare_runs(reported if left_out else histories, tolerance)
-    emit(json.dumps(found.as_dict(), indent=2) if as_json else "\n".join(found.lines()))
+    emit_result(found.as_dict(), found.lines(), as_json=as_json)
     return 0 if found.are_equal and not left_out else 1

@@ -25,6 +25,7 @@ from crius.cli.app import (
     config_app,
     data_app,
     emit,
+    emit_result,
     facts_of,
     fitted,
     imports,
@@ -225,7 +226,7 @@ def audit(run_dir: Path, *, as_json: Json = False) -> int:
     from crius.tools.data_audit.audit import audit
 
     report = audit(run_dir)
-    emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
+    emit_result(report.as_dict(), report.lines(), as_json=as_json)
     return 1 if report.problems else 0
 
 
@@ -252,7 +253,7 @@ def examine_data(
     config = tokenizer if SOURCES.origin("tokenizer.path") == "command line" else None
     _check_corpus(data, config or TokenizerConfig(path="none"))
     report = examine(data, files, config, is_near=near)
-    emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
+    emit_result(report.as_dict(), report.lines(), as_json=as_json)
     return 0 if report.is_ready else 1
 
 
@@ -346,7 +347,7 @@ def show_mixture(
     from crius.tools.data_audit.mixture import lines_of, plan_of
 
     plan = plan_of(facts.config, facts.data_parallel_ranks, run_dir)
-    emit(json.dumps(plan, indent=2) if as_json else "\n".join(lines_of(plan)))
+    emit_result(plan, lines_of(plan), as_json=as_json)
     return 0
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from crius.cli.app import (
     Strict,
     app,
     check_save_ops,
-    emit,
+    emit_result,
     facts_of,
     fitted,
     need_torch,
@@ -288,5 +287,5 @@ def _dry_run(run: RunConfig, nproc: int, rank: int, imbalance: float, as_json: b
         eager = ", without the savings of compiled blocks" if run.compile.enable else ""
         notes.append(f"{peak / whole:.0%} of the {whole / GIB:.0f} GiB of one {hardware.name} at the peak{eager}")
     report = dataclasses.replace(report, notes=notes)
-    emit(json.dumps(report.as_dict(), indent=2) if as_json else "\n".join(report.lines()))
+    emit_result(report.as_dict(), report.lines(), as_json=as_json)
     return 0

@@ -138,6 +138,10 @@ def positive(value: float) -> None:
         raise ValueError(f"{value} is not positive.")
 
 
+Positive = Annotated[int, Option(check=positive)]
+"""Type of an option that is a whole number above 0."""
+
+
 @functools.cache
 def docstrings(section: type) -> Mapping[str, str]:
     """The docstring below each field of a dataclass, and of the dataclasses that it inherits from."""

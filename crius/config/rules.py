@@ -314,7 +314,7 @@ def sinks_installed(facts: Facts) -> Violations:
 def extras_installed(facts: Facts) -> Violations:
     """Optional packages that the run asks for are installed."""
     config = facts.config
-    dense = facts.config.quantize.dense
+    dense = config.quantize.dense
     needs_datasets = config.data.source == "huggingface"
     wanted = [
         (config.metrics.enable_tensorboard, "metrics.enable_tensorboard", "tensorboard"),

@@ -125,7 +125,7 @@ def virtual_shards_split(facts: Facts) -> Violations:
 def chat_reads_conversations(facts: Facts) -> Violations:
     """Conversations come from one or two columns of files with rows, and the tokenizer has a chat template."""
     config = facts.config
-    data = facts.config.data
+    data = config.data
     if data.format != "chat" or facts.is_dry:
         return
     if data.source not in CHAT_SOURCES:
@@ -316,7 +316,7 @@ def mixture_weights_are_right(facts: Facts) -> Violations:
         fix = "weights for all entries, or tokens and epochs for all"
         yield facts.error(f"entries of data.mix have {said}.", "data.mix", why=why, fix=fix)
     last = 0
-    with contextlib.suppress(ValueError):  # ``entries_are_right`` reports it
+    with contextlib.suppress(ValueError):  # ``mixture_entries_are_right`` reports it
         weights = {entry.name: entry.weight for entry in map(read_entry, data.mix) if entry.weight}
         yield from _sum_problems(facts, weights, "data.mix")
     for number, text in enumerate(data.stage, start=1):

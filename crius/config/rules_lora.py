@@ -65,7 +65,7 @@ def targets_fit_layers(facts: Facts) -> Violations:
 def lora_goes_with(facts: Facts) -> Violations:
     """Settings that would change the frozen weights, or that were never tested with adapters, are refused."""
     config = facts.config
-    lora = facts.config.lora
+    lora = config.lora
     if not lora.is_on:
         return
     dense = config.quantize.dense
@@ -120,7 +120,7 @@ def the_model_has_no_state(facts: Facts) -> Violations:
 def quantized_base_fits(facts: Facts) -> Violations:
     """A base in fewer bits is not split by tensor parallelism, and torchao can round at least one layer."""
     config = facts.config
-    lora = facts.config.lora
+    lora = config.lora
     if not lora.is_on or lora.base == "keep":
         return
     degree = config.parallelism.tensor_parallel_degree

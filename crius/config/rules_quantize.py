@@ -143,7 +143,7 @@ def included_layers_divide(facts: Facts) -> Violations:
 def tokens_divide(facts: Facts) -> Violations:
     """The tokens of a microbatch make whole blocks, because the gradient of a weight contracts over them."""
     config = facts.config
-    dense = facts.config.quantize.dense
+    dense = config.quantize.dense
     needs_none = kind(dense) == "float8" and dense.float8.recipe == "rowwise_with_gw_hp"  # its weight gradient is not
     if not _is_sound(facts) or dense.pad_inner_dim or needs_none or facts.data_parallel_ranks < 1:
         return

@@ -162,7 +162,7 @@ def cpu_kernels_run_on_cpus(facts: Facts) -> Violations:
 def attention_backend_runs(facts: Facts) -> Violations:
     """The backend of attention supports the device, the dtype and the mask."""
     config = facts.config
-    asked = facts.config.kernels.attention
+    asked = config.kernels.attention
     on_gpu = _is_on_gpu(facts)
     is_masked = has_mask(config, facts.model)
     why = ""

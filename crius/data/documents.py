@@ -286,8 +286,11 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
     files = [file for file in found if file.is_file()]
     for file in files:
         if not is_utf8(str(file)):
-            what = f"the name {ascii(str(file))} of a file that matches {pattern} is not UTF-8."
-            raise DataError(what, where=flag, fix="rename the file")
+            raise DataError(
+                f"the name {ascii(str(file))} of a file that matches {pattern} is not UTF-8.",
+                where=flag,
+                fix="rename the file",
+            )
     if files:
         return files
     if not glob.has_magic(pattern):
@@ -299,7 +302,9 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
             fix=f"{flag} {path.with_name(near[0]) if near else 'with a file, folder or pattern; no URL is read'}",
         )
     raise MissingPathError(
-        f"no file matches {pattern}; {len(found)} folders do.", where=flag, fix=f"ls {pattern}; ** goes into subfolders"
+        f"no file matches {pattern}" + (f" ({len(found)} folders do)." if found else "."),
+        where=flag,
+        fix=f"ls {pattern}; ** goes into subfolders",
     )
 
 

@@ -65,7 +65,9 @@ class ShownDocument:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as data."""
-        names = (*(["source"] if self.source else []), "begin", "end", "conversation", "is_padding", "tokens", "labels")
+        names = ["begin", "end", "conversation", "is_padding", "tokens", "labels"]
+        if self.source:
+            names.insert(0, "source")
         parts = [{"text": text, "is_trained": is_trained} for text, is_trained in self.parts]
         return {name: getattr(self, name) for name in names} | {"parts": parts}
 

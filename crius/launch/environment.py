@@ -274,8 +274,9 @@ def visible_gpus(environ: Mapping[str, str], *, root: Path = Path("/"), torch_ve
 
 def lacks_gpu(environ: Mapping[str, str]) -> bool:
     """Whether torch surely has no GPU here, without importing it. One for AMD GPUs, which are not counted, may have."""
-    is_for_amd = re.search(r"^hip\b[^=\n]*=\s*['\"]", _installed_torch_version(), re.MULTILINE)
-    return not is_for_amd and visible_gpus(environ) == 0
+    text = _installed_torch_version()
+    is_for_amd = re.search(r"^hip\b[^=\n]*=\s*['\"]", text, re.MULTILINE)
+    return not is_for_amd and visible_gpus(environ, torch_version=text) == 0
 
 
 def _installed_torch_version() -> str:

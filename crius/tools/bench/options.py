@@ -1,9 +1,8 @@
 """Options of ``crius bench quantize``. No torch."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from crius.config.arguments import Option, positive
+from crius.config.arguments import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,10 +12,10 @@ class Timed:
     gpu: str = "here"
     """GPU to use: here is the first of this machine."""
 
-    tokens: Annotated[int, Option(check=positive)] = 8192
+    tokens: Positive = 8192
     """Tokens that a layer multiplies: those of a rank's microbatch."""
 
-    repeat: Annotated[int, Option(check=positive)] = 7
+    repeat: Positive = 7
     """Rounds; each round times everything that is compared."""
 
     formats: str = ""

@@ -8,7 +8,7 @@ from crius.launch.environment import lacks_gpu
 from crius.tools.generate.settings import Settings
 
 
-def open_source(path: str, settings: Settings) -> Weights:
+def open_answering(path: str, settings: Settings) -> Weights:
     """The weights of a run folder, a checkpoint or a Hugging Face folder.
 
     Args:

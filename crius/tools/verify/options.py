@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from crius.config.arguments import Option, positive
+from crius.config.arguments import Option, Positive, positive
 from crius.config.layout import parse_layout
 
 
@@ -12,7 +12,6 @@ def _check_layouts(layouts: str) -> None:
         parse_layout(layout)
 
 
-Positive = Annotated[int, Option(check=positive)]
 Layouts = Annotated[str, Option(check=_check_layouts)]
 
 
