@@ -3,21 +3,19 @@
 import contextlib
 import json
 import re
-import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
+from browser import CUT, FAINT, WIDER, needs_chromium, opened
 from report_runs import train, write_run
 
 from crius import cli
 from crius.kernels import choice
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM, reason="no chromium here"),
+    needs_chromium,
     pytest.mark.timeout(600),
 ]
 
@@ -70,24 +68,11 @@ def layouts(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def opened(path, scheme="light"):
-    """The page of a report, which must not complain nor ask for anything else."""
-    from playwright.sync_api import sync_playwright
-
-    said, asked = [], []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 1280, "height": 900})
-        page = context.new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(path.as_uri())
+def shown(path, scheme="light", **options):
+    """The page of a report, drawn."""
+    with opened(path.as_uri(), scheme=scheme, **options) as page:
         page.wait_for_selector("footer")
         yield page
-        browser.close()
-    assert (said, asked) == ([], [path.as_uri()])
 
 
 def coloured(page, chart, colour):
@@ -116,7 +101,7 @@ def charts(page):
 
 @pytest.mark.parametrize(("scheme", "colour"), [("light", LIGHT), ("dark", DARK)])
 def test_a_run_that_ended_has_a_report_whose_curves_are_drawn(broken, scheme, colour):
-    with opened(broken / "report.html", scheme) as page:
+    with shown(broken / "report.html", scheme) as page:
         found = charts(page)
         assert {"loss", "validation", "grad_norm", "lr", "tokens_per_second", "load_max_over_mean", "dead_experts"} <= {
             *found
@@ -128,8 +113,20 @@ def test_a_run_that_ended_has_a_report_whose_curves_are_drawn(broken, scheme, co
         assert coloured(page, "loss", DARK if scheme == "light" else LIGHT) > 50 > coloured(page, "loss", colour)
 
 
+def test_a_browser_of_the_locale_c_draws_it_too(broken):
+    posix = 'Object.defineProperty(navigator, "language", {value: "en-US@posix", configurable: true})'
+    with shown(broken / "report.html", script=posix) as page:
+        assert coloured(page, "loss", LIGHT) > 100
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_whole_on_a_phone_and_legible(broken, scheme):
+    with shown(broken / "report.html", scheme, width=400) as page:
+        assert (page.evaluate(WIDER), page.evaluate(CUT), page.evaluate(FAINT)) == (0, [], [])
+
+
 def test_it_tells_what_happened(broken):
-    with opened(broken / "report.html") as page:
+    with shown(broken / "report.html") as page:
         text = page.locator("main").inner_text()
         assert re.search(r"from step\s+failed in step\s+steps repeated.*\n.*UTC\s+10\s+14\s+3\s", text)
         page.locator("details.incident summary").click()
@@ -148,7 +145,7 @@ def test_it_shows_what_the_model_says(broken, tmp_path):
         assert cli.main(["generate", str(broken), *prompts, "--max_new_tokens", "20", "--device", "cpu"]) == 0
     kept = [json.loads(line) for line in (broken / "samples.jsonl").read_text().splitlines()]
     assert cli.main(["report", str(broken), "--out", str(tmp_path / "said.html")]) == 0
-    with opened(tmp_path / "said.html") as page:
+    with shown(tmp_path / "said.html") as page:
         texts = page.locator(".sample pre").evaluate_all("all => all.map(one => one.textContent)")
         assert texts == [one["prompt"] + one["text"] for one in kept] and len(texts) == 2
         assert "step 30 · most probable tokens" in page.locator(".sample figcaption").first.inner_text()
@@ -157,7 +154,7 @@ def test_it_shows_what_the_model_says(broken, tmp_path):
 def test_pointing_at_a_chart_shows_its_values(broken):
     records = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
-    with opened(broken / "report.html") as page:
+    with shown(broken / "report.html") as page:
         last, _ = readout(page, "loss")
         hover(page, "loss", 0.55)
         at, [value] = readout(page, "loss")
@@ -178,14 +175,14 @@ def test_a_run_that_ended_earlier_has_no_values_later_and_own_steps_are_named(tm
     lines = (sparse / "metrics.jsonl").read_text().splitlines(keepends=True)
     (sparse / "metrics.jsonl").write_text("".join(lines[9::10]))
     assert cli.main(["report", *map(str, (long, short, sparse)), "--out", str(tmp_path / "three.html")]) == 0
-    with opened(tmp_path / "three.html") as page:
+    with shown(tmp_path / "three.html") as page:
         assert readout(page, "loss") == ("last, step 100", ["2.0100", "2.8100 (step 20)", "2.0100"])
         hover(page, "loss", (68 - 1) / 99)
         assert readout(page, "loss") == ("step 68", ["2.3300", "\u2013", "2.3100 (step 70)"])
 
 
 def test_dragging_zooms_all_charts_and_a_double_click_shows_all_again(broken):
-    with opened(broken / "report.html") as page:
+    with shown(broken / "report.html") as page:
         box = hover(page, "loss", 0.4)
         page.mouse.down()
         page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60, steps=4)
@@ -202,7 +199,7 @@ def test_dragging_zooms_all_charts_and_a_double_click_shows_all_again(broken):
 def test_two_layouts_lie_over_each_other_and_the_page_says_how_far_apart_they_are(layouts, tmp_path):
     out = tmp_path / "both.html"
     assert cli.main(["report", str(layouts / "1"), str(layouts / "fsdp2"), "--out", str(out)]) == 0
-    with opened(out) as page:
+    with shown(out) as page:
         assert not page.locator(".verdicts").is_visible()
         page.locator("details.run > summary", has_text="How far apart").click()
         said = page.locator(".verdicts").inner_text()
@@ -225,7 +222,7 @@ def test_a_report_of_several_runs_begins_with_the_best(tmp_path):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 3, "val_loss": val_loss}) + "\n")
     assert cli.main(["report", *(str(tmp_path / name) for name in "abc"), "--out", str(tmp_path / "all.html")]) == 0
-    with opened(tmp_path / "all.html") as page:
+    with shown(tmp_path / "all.html") as page:
         assert page.locator("section h2").first.inner_text() == "Which run is best"
         rows = page.locator("table.ranking tbody tr").all_inner_texts()
         assert [row.split() for row in rows] == [
@@ -236,7 +233,7 @@ def test_a_report_of_several_runs_begins_with_the_best(tmp_path):
 
 
 def test_it_prints_in_light_colours_and_comes_back(broken):
-    with opened(broken / "report.html", "dark") as page:
+    with shown(broken / "report.html", "dark") as page:
         assert len(page.pdf()) > 50_000
         page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
         assert coloured(page, "loss", DARK) > 50
@@ -247,7 +244,7 @@ def test_many_runs_differ_in_colour_or_dashes_and_their_tables_fit_on_paper(tmp_
     runs = [write_run(tmp_path / f"run-{number:02}", files={"starts.jsonl": start}) for number in range(20)]
     (runs[-1] / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"step": 1, "val_loss": null}\n')
     assert cli.main(["report", *map(str, runs), "--out", str(tmp_path / "many.html")]) == 0
-    with opened(tmp_path / "many.html") as page:
+    with shown(tmp_path / "many.html") as page:
         keys = page.locator("header .key i").evaluate_all(
             "all => all.map(i => [i.dataset.colour % 8, i.className].join())"
         )
@@ -260,7 +257,7 @@ def test_many_runs_differ_in_colour_or_dashes_and_their_tables_fit_on_paper(tmp_
 
 
 def test_each_validation_set_has_a_curve_of_its_own(broken):
-    with opened(broken / "report.html") as page:
+    with shown(broken / "report.html") as page:
         assert coloured(page, "validation", LIGHT) > 50 < coloured(page, "validation", LIGHT_2)
         keys = page.locator("[data-chart=validation] .key").all_inner_texts()
         assert [key.split()[0] for key in keys] == ["language", "code"]
@@ -272,6 +269,6 @@ def test_a_hostile_run_is_shown_as_text(tmp_path):
     files = {"incidents/step-2.json": {"step": 2, "kind": evil, "action": evil, evil: evil, "layers": [{evil: evil}]}}
     run = write_run(tmp_path / "<script>alert(3)<!--", settings={"data.path": evil}, starts=(0, 2), files=files)
     assert cli.main(["report", str(run), "--out", str(tmp_path / "out.html")]) == 0
-    with opened(tmp_path / "out.html") as page:
+    with shown(tmp_path / "out.html") as page:
         assert page.locator("h1").inner_text() == run.name and page.locator("img").count() == 0
         assert evil in page.locator("details.incident summary").inner_text()

@@ -13,6 +13,7 @@ import threading
 import urllib.request
 
 import pytest
+from browser import CUT, FAINT, WIDER, needs_chromium, opened
 from chat_samples import save_talker
 
 from crius import cli
@@ -230,6 +231,21 @@ def test_texts_have_contrast_in_both_schemes():
         for one, other in [*pairs, ("text", "asked"), ("on", "accent")]:
             dark, light = sorted((luminance(colours[one]), luminance(colours[other])))
             assert (light + 0.05) / (dark + 0.05) >= 4.5, (one, other)
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_browser_shows_a_hostile_answer_as_text(serve, width, scheme):
+    server = serve(Talker("An answer of ", "long " * 200 + "words: ", HOSTILE), Talker(HOSTILE))
+    origin = f"http://127.0.0.1:{server.server_port}/"
+    with opened(f"{origin}{server.token}/", own=origin, scheme=scheme, width=width, offline=False) as page:
+        page.fill("#question", f"Hello {HOSTILE}")
+        page.click("#send")
+        page.wait_for_function("document.body.innerText.split('3 tokens').length == 3", polling=50)
+        assert page.inner_text("main").count("<img src=x onerror=") == 4 and page.locator("img").count() == 0
+        assert (page.evaluate(WIDER), page.evaluate(CUT), page.evaluate(FAINT)) == (0, [], [])
 
 
 FAKE_DOM = """

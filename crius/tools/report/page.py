@@ -34,9 +34,8 @@ def page(shown: Mapping[str, Any]) -> str:
     Args:
         shown: data of the report; see ``crius.tools.report.payload.payload``.
     """
-    script = "\n".join(
-        (f"/*! uPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/", _asset("uPlot.iife.min.js"), _asset("report.js"))
-    )
+    library = f"/*! uPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/"
+    script = "\n".join([library, *map(_asset, ("locale.js", "uPlot.iife.min.js", "report.js"))])
     style = _asset("uPlot.min.css") + _asset("report.css")
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
