@@ -8,6 +8,7 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 
@@ -26,7 +27,7 @@ version = release = __version__
 copyright = "the Crius authors"
 language = "en"
 smartquotes = False
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 root_doc = "README"
 include_patterns = [
@@ -51,12 +52,25 @@ python_maximum_signature_line_length = 80
 html_theme = "furo"
 html_title = f"Crius {version}"
 html_copy_source = False
-html_theme_options = {"top_of_page_buttons": []}
+html_logo = html_favicon = "site/logo.svg"
+html_static_path = ["site"]
+html_css_files = ["crius.css"]
+html_theme_options = {
+    "top_of_page_buttons": [],
+    "light_css_variables": {"color-brand-primary": "#4338ca", "color-brand-content": "#4338ca"},
+    "dark_css_variables": {"color-brand-primary": "#a5b4fc", "color-brand-content": "#a5b4fc"},
+}
+copybutton_selector = ", ".join(f"div.highlight-{language} pre" for language in ("sh", "toml", "python", "json"))
 
 CONTENTS = "docs/README"
 LISTED = re.compile(r"^- \[(?P<title>[^]]+)\]\((?P<page>[^)#]+)\.md\)", re.MULTILINE)
 LINK = re.compile(r"(?<!!)(\[[^]]*\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+CAPTION = re.compile(
+    r'<p class="caption"[^>]*><span class="caption-text">(?P<part>[^<]*)</span></p>'
+    r'(?P<entries>.*?)(?=<p class="caption"|\Z)',
+    re.DOTALL,
+)
 MADE = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
@@ -114,6 +128,16 @@ def read(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = text
 
 
+def fold(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Each part of the side bar is one entry, which opens; the part of this page is open."""
+
+    def folded(part: re.Match[str]) -> str:
+        state = " open" if "current-page" in part["entries"] else ""
+        return f"<details{state}><summary>{part['part']}</summary>{part['entries']}</details>"
+
+    context["furo_navigation_tree"] = CAPTION.sub(folded, context["furo_navigation_tree"])
+
+
 def finish(app: Sphinx, failed: Exception | None) -> None:
     """The first page is what a browser finds in the folder."""
     if failed is None and app.builder.format == "html":
@@ -123,4 +147,5 @@ def finish(app: Sphinx, failed: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", read)
+    app.connect("html-page-context", fold, priority=900)  # after Furo, which makes the tree
     app.connect("build-finished", finish)

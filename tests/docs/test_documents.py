@@ -70,6 +70,12 @@ def test_every_block_says_whether_it_is_run():
         assert re.fullmatch(r"run(: exit \d+|: train|: real|: checkout)?|not run: .{5,}", command.mark), command
 
 
+@pytest.mark.quick
+def test_no_command_is_wider_than_95_columns():
+    lines = [(command.document.name, line) for command in COMMANDS for line in command.text.splitlines()]
+    assert [(name, line) for name, line in lines if len(line) > 95] == []
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """Gives a page its folder to run commands in, with ``crius`` and ``torchrun`` of this Python first on the path."""

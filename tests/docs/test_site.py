@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from browser import CUT, FAINT, WIDER, needs_chromium, opened
 from harness import ROOT
 
 from crius import __version__
@@ -18,6 +19,7 @@ from crius.config.run import RunConfig
 from crius.config.toml_file import flatten
 
 DOCS = ROOT / "docs"
+SCROLLED = "(all) => all.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,33 @@ def test_no_link_of_the_site_leads_nowhere_and_nothing_is_loaded_from_elsewhere(
                 wrong.append(f"{file.name} links to {link}, where no such part is")
     assert wrong == []
     assert sum(len(page.links) for page in pages.values()) > 1000
+
+
+@pytest.mark.slow
+def test_the_side_bar_has_ten_entries_and_only_the_part_of_the_page_is_open(site):
+    (part,) = re.findall(r"<details open><summary>([^<]*)</summary>", (site / "docs/lora.html").read_text())
+    bar = (site / "docs/lora.html").read_text().partition('class="sidebar-tree"')[2].partition("</aside>")[0]
+    assert part == "Train" and bar.count("<details") + 1 == 10
+    assert bar.partition("<details")[0].count("<li") == 1 and bar.rpartition("</details>")[2].count("<li") == 0
+
+
+@pytest.mark.slow
+def test_commands_can_be_copied_and_what_they_print_cannot(site):
+    script = (site / "_static/copybutton.js").read_text()
+    assert "div.highlight-sh pre" in script and "highlight-none" not in script
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_browser_shows_pages_whole_and_legible(site, width, scheme):
+    for name in ("index", "docs/which_model_fits", "docs/extend", "docs/reference/settings"):
+        url = (site / f"{name}.html").as_uri()
+        with opened(url, own="file:", scheme=scheme, width=width) as page:
+            assert (page.evaluate(WIDER), page.evaluate(CUT), page.evaluate(FAINT)) == (0, [], []), name
+            scrolled = page.locator(".highlight-sh pre").evaluate_all(SCROLLED)
+            assert scrolled == [] or width < 1280, name
 
 
 @pytest.mark.slow
