@@ -83,7 +83,17 @@ def test_one_planted_sequence_is_found_and_other_weights_are_refused(flags, tmp_
     code, said = audited(tmp_path, capsys)
     assert code == 0 and "share 0.5000  had 9 of 18 = 0.5000" in said
 
+    mixture = tmp_path / "data" / "mixture.jsonl"
     log = tmp_path / "data" / "samples-rank-0.jsonl"
+    for file, edit, problem in (
+        (mixture, ('"words","sums"', '"sums","words"'), "mixture.jsonl has other names in attempt 0 than run.toml"),
+        (log, ('{"attempt":0,"step":3', '{"att'), "the run ended after step 3 (summary.json), and its logs end with"),
+    ):
+        text = file.read_text()
+        file.write_text(text.replace(*edit))
+        code, said = audited(tmp_path, capsys)
+        assert code == 1 and f"problem  {problem}" in said
+        file.write_text(text)
     lines = log.read_text().splitlines()
     step = json.loads(lines[-1])
     step["mix"]["0"] -= 1
