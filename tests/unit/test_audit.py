@@ -12,7 +12,7 @@ import pytest
 from crius import cli
 from crius.data import sample_log
 from crius.data.loader import BatchLoader
-from crius.data.mixture import Plan, Walk
+from crius.data.mixture import Plan, Walk, opened
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, samples_path, to_ranges
 from crius.data.source import Rows
 from crius.errors import ConfigError, DataError
@@ -417,3 +417,22 @@ def test_logs_that_end_before_the_run_are_a_problem(tmp_path):
     for steps, is_whole in ((2, True), (3, False)):
         (tmp_path / "summary.json").write_text(json.dumps({"steps": steps}))
         assert not audit(tmp_path).problems == is_whole
+
+
+def test_a_later_attempt_of_a_mixture_may_have_other_sources_or_none(tmp_path):
+    mixed_attempt(tmp_path)
+    settings = 'mix = [{ name = "b", path = "b", on_end = "share" }, { name = "c", path = "c" }]'
+    (tmp_path / "run.toml").write_text(f"[training]\nseq_len = 8\n[data]\n{settings}\nstage = []\nalpha = 0.0\n")
+    plan = Plan(names=("b", "c"), sizes=(9, 5), limits=(9, 0), stops=(False, False), stages=((0, (1, 1)),))
+    walk = Walk(plan, opened(plan, 8, (3, 0)))
+    sample_log.log_mixture(tmp_path, 1, plan, walk.place)
+    for attempt in (1, 2):
+        after = attempt + 1
+        log = SampleLog(
+            tmp_path,
+            0,
+            Attempt(attempt=attempt, after=after, sample=4 * after, ranks=1, batch=4, epoch_samples=0, source="other"),
+        )
+        log.write(after + 1, range(4 * after, 4 * after + 4), walk.take(4)[0].tolist() if attempt == 1 else None)
+        log.close()
+        assert not audit(tmp_path).problems

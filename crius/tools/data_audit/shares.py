@@ -46,17 +46,19 @@ def prove(
         return [], []
     problems = []
     lines = dict[Span, list[str]]()
-    reached: Place | None = None
+    reached = dict[str, int]()
+    mixed = {attempt for log in logs.values() for attempt, _ in log.mixes}
     for start, last in attempts:
         if start.attempt not in mixtures:
-            problems.append(f"attempt {start.attempt} has no line in {MIXTURE}")
+            problems += [f"attempt {start.attempt} has no line in {MIXTURE}"] if start.attempt in mixed else []
             continue
         plan, place = mixtures[start.attempt]
-        if reached and reached.totals != place.totals:
+        totals = dict(zip(plan.names, place.totals, strict=True))
+        if reached and totals != {name: reached.get(name, 0) for name in totals}:
             problems.append(f"attempt {start.attempt} starts with other counts than the schedule has there")
         walk = Walk(plan, place)
         problems += _differences(walk, start, last, logs)
-        reached = walk.place
+        reached = dict(zip(plan.names, walk.place.totals, strict=True))
         lines |= {one.span: _lines(plan, one) for one in walk.ends() if sum(one.counts)}
         if start is attempts[-1][0]:  # run.toml is that of the newest attempt
             problems += _unlike_settings(run_dir, plan, start)
