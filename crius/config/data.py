@@ -246,6 +246,15 @@ class MixEntry:
         )
 
 
+_FLAG = re.compile(r"--data\.(?:text_)?(source|format|path|field|columns)( [^\s(]*[^\s(),;])?")
+
+
+def as_keys(text: str) -> str:
+    """``text`` with keys of a table of ``data.mix`` in place of flags of ``ONE_CORPUS``."""
+    text = _FLAG.sub(lambda match: f'{match[1]} = "{match[2][1:]}"' if match[2] else match[1], text)
+    return re.sub(r"columns = (\S+) columns = (\S+)", r"columns = [\1, \2]", text)
+
+
 def table_text(table: Mapping[str, Any]) -> str:
     """A table of TOML as the text that stands for it."""
     return json.dumps(table, ensure_ascii=False, default=str)

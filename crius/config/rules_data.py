@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from crius.config.data import (
     ONE_CORPUS,
     SOURCES,
     MixEntry,
+    as_keys,
     check_source,
     exact,
     integers,
@@ -233,6 +234,8 @@ def sample_flags_have_effect(facts: Facts) -> Violations:
 _Problem = tuple[str, str, str]
 """What is wrong, why, and a fix."""
 
+_DOWNLOAD = 'hf download --repo-type dataset NAME --local-dir DIR, and path = "DIR"'
+
 _EXAMPLE = 'such as name = "web", path = "FILE or FOLDER", weight = 0.5'
 
 
@@ -262,7 +265,8 @@ def mixture_entries_are_right(facts: Facts) -> Violations:
         names.append(entry.name)
         of_entry = replace(facts, config=replace(facts.config, data=entry.corpus(data)))
         for problem in [*chat_reads_conversations(of_entry), *packed_samples_keep_apart(of_entry)]:
-            problem.where = f"{where}, {problem.where}"
+            problem.where = as_keys(f"{where}, {problem.where}")
+            problem.fix = as_keys(problem.fix)
             yield problem
 
 
@@ -277,7 +281,7 @@ def _data_problems(entry: MixEntry, paths: dict[str, str], is_dry: bool) -> Iter
     """Errors in source and paths; ``paths`` are those of earlier entries, with their names."""
     if entry.source == "huggingface":
         why = "the sizes of all sources must be known before the run"
-        yield "is a stream", why, "hf download --repo-type dataset NAME --local-dir DIR, and path = DIR"
+        yield "is a stream", why, _DOWNLOAD
         return
     try:
         check_source(entry.source or "text", "")
@@ -288,7 +292,7 @@ def _data_problems(entry: MixEntry, paths: dict[str, str], is_dry: bool) -> Iter
     for path in entry.path:
         expanded = os.path.expanduser(path)
         if not is_dry and not glob.glob(expanded):
-            yield f"has path {path}, which does not exist", "", "correct the path, or leave the entry out"
+            yield f"has path {path}, which does not exist", "", f"correct the path; from the hub: {_DOWNLOAD}"
             continue
         other = paths.setdefault(os.path.realpath(expanded), entry.name)
         if other != entry.name:
@@ -317,8 +321,8 @@ def mixture_weights_are_right(facts: Facts) -> Violations:
         yield facts.error(f"entries of data.mix have {said}.", "data.mix", why=why, fix=fix)
     last = 0
     with contextlib.suppress(ValueError):  # ``mixture_entries_are_right`` reports it
-        weights = {entry.name: entry.weight for entry in map(read_entry, data.mix) if entry.weight}
-        yield from _sum_problems(facts, weights, "data.mix")
+        shares = [(entry.name, entry.weight) for entry in map(read_entry, data.mix) if entry.weight]
+        yield from _sum_problems(facts, shares, "data.mix")
     for number, text in enumerate(data.stage, start=1):
         try:
             first, weights = read_stage(text)
@@ -334,17 +338,18 @@ def mixture_weights_are_right(facts: Facts) -> Violations:
         if unknown := [one for one in weights if one not in names]:
             fix = f"one of {', '.join(map(str, names)) or 'the names in [[data.mix]]'}"
             yield facts.error(f"{name} has {unknown[0]}, which data.mix lacks.", "data.stage", fix=fix)
-        yield from _sum_problems(facts, weights, "data.stage")
+        yield from _sum_problems(facts, [*weights.items()], "data.stage")
 
 
-def _sum_problems(facts: Facts, weights: Mapping[str, float], name: str) -> Violations:
-    if weights and not sums_up(weights.values()):
-        ratio = zip(weights, integers(list(map(exact, weights.values()))), strict=True)
+def _sum_problems(facts: Facts, weights: Sequence[tuple[str, float]], name: str) -> Violations:
+    numbers = [weight for _, weight in weights]
+    if weights and not sums_up(numbers):
+        ratio = zip(weights, integers(list(map(exact, numbers))), strict=True)
         yield facts.error(
-            f"the weights {', '.join(f'{one} {weight:g}' for one, weight in weights.items())} do not sum to 1.",
+            f"the weights {', '.join(f'{one} {weight:g}' for one, weight in weights)} do not sum to 1.",
             name,
             why="they are shares that sum to 1, or whole numbers that stand for a ratio",
-            fix=f"the same ratio: {', '.join(f'{one} {weight}' for one, weight in ratio)}",
+            fix=f"the same ratio: {', '.join(f'{one} {number}' for (one, _), number in ratio)}",
         )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig, read_entry
+from crius.config.data import DataConfig, TokenizerConfig, ValidationConfig, as_keys, read_entry
 from crius.data.cache import open_cached
+from crius.data.infer import infer
 from crius.data.mixture import MixedSource, mixed_source
 from crius.data.rows import left_out
 from crius.data.samples import SampleSource, open_samples
@@ -172,9 +173,12 @@ def _open_mixture(
         if validation.path and not paths:
             own = replace(own, interval=0, fraction=0.0)
         try:
+            if not entry.source:
+                infer({"data.path": entry.path})  # says why it is not clear
             source, held, said = open_one(entry.corpus(data), own)
         except (DataError, ConfigError) as error:
-            error.where = f"[[data.mix]] {entry.name}" + (f", {error.where}" if error.where else "")
+            error.where = as_keys(f"[[data.mix]] {entry.name}" + (f", {error.where}" if error.where else ""))
+            error.fix = as_keys(error.fix)
             problems.append(error)
             continue
         sources[entry.name] = source

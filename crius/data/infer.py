@@ -2,6 +2,7 @@
 
 import glob
 import itertools
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,9 +92,9 @@ def _source_of(paths: Sequence[str]) -> str:
 
 def _kind_of(pattern: str) -> str:
     path = Path(pattern).expanduser()
-    if not path.exists() and glob.has_magic(pattern):
+    if not os.path.exists(path) and glob.has_magic(pattern):
         path = min((file for file in matches(path) if file.is_file()), default=path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _kind_of_folder(path)
     if source := _SOURCES.get(_suffix(path), ""):
         return source

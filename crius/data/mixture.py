@@ -320,7 +320,7 @@ class MixedSource:
             sizes=tuple(source.num_samples for source in self._readers),
             limits=tuple(limits),
             stops=tuple(stops),
-            stages=_in_samples(stages, [0, 0, batch]),
+            stages=in_samples(stages, [0, 0, batch]),
         )
         self._begin(Walk(self.plan))
         self._lock = Lock()
@@ -442,7 +442,7 @@ class MixedSource:
         Raises:
             DataError: ``saved`` contradicts itself.
         """
-        self.plan = self.plan._replace(stages=_in_samples(self.stages, since))
+        self.plan = self.plan._replace(stages=in_samples(self.stages, since))
         rows = [saved.get(name, (0, 0, 0)) for name in self.plan.names]
         before, counts, weights = map(tuple, zip(*rows, strict=True))
         start = opened(self.plan, sample, tuple(map(sum, zip(before, counts, strict=True))))
@@ -515,7 +515,7 @@ def _share(entry: MixEntry, size: int, seq_len: int) -> Fraction:
     return exact(entry.epochs) * size if entry.epochs else exact(entry.weight or 1)
 
 
-def _in_samples(stages: Stages, since: Sequence[int]) -> Stages:
+def in_samples(stages: Stages, since: Sequence[int]) -> Stages:
     """The stages by their first samples. Those that begin before the step of ``since`` have begun."""
     step, sample, batch = since[:3]
     return tuple((sample + (first - 1 - step) * batch if first - 1 > step else 0, weights) for first, weights in stages)

@@ -108,6 +108,7 @@ def run(
             facts = describe_model(config)
             machine = machine_of(device, placement.world_size, placement.local_world_size)
             story.begin(device, machine, config, facts)
+            most = config.training.steps if config.data.mix else 0
             with stop.ending(), waiting("reading the data"):
                 config, corpus = open_run_data(config, layout.batch, run_dir)  # before the ranks meet, so none waits
             with stop.ending_soon(), waiting("waiting for the other ranks"):
@@ -122,7 +123,7 @@ def run(
             whole = dataclasses.replace(job, config=decided, is_loaded=bool(checkpoints and checkpoints.found))
             loop = assemble(whole, corpus, run_dir, ledger, stack, strict=strict)
         with ledger.phase("load"), waiting("loading the weights"):
-            loop = _loaded(job, loop, checkpoints, corpus, run_dir, recovery, stack)
+            loop = _loaded(job, loop, checkpoints, corpus, run_dir, recovery, stack, most)
         _log_headlines(loop, facts, corpus, run_dir)
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None
@@ -139,6 +140,7 @@ def _loaded(
     run_dir: Path,
     recovery: Recovery,
     stack: contextlib.ExitStack,
+    most: int,
 ) -> Loop:
     """``loop`` with the weights that it starts from: of a checkpoint, of another model, or as they were drawn."""
     if checkpoints is None:
@@ -148,7 +150,7 @@ def _loaded(
         recovery.resumed(checkpoints.resume(parts), loop.state.step)
         loop.after_step.append(lambda step, done: recovery.step(step))
         samples = stack.enter_context(contextlib.closing(_sample_log(job, run_dir, corpus, loop)))
-        loop = dataclasses.replace(_to_the_end(loop, checkpoints), checkpoints=checkpoints, samples=samples)
+        loop = dataclasses.replace(_to_the_end(loop, checkpoints, most), checkpoints=checkpoints, samples=samples)
     keep_scales(job, loop.state.parts)  # of the loaded weights
     return loop
 
@@ -279,13 +281,14 @@ def _loads(job: Job, after_update: AfterUpdate) -> ExpertLoads | None:
     return ExpertLoads(job.facts, after_update.take_totals, job.ranks.device, advice=advice)
 
 
-def _to_the_end(loop: Loop, checkpoints: Checkpoints) -> Loop:
-    """A resumed loop, with as many steps as its epochs have left; the batch may have changed. Logs a jump of its
-    learning rate."""
+def _to_the_end(loop: Loop, checkpoints: Checkpoints, most: int) -> Loop:
+    """A resumed loop, with as many steps as its epochs have left, at most ``most`` unless that is 0; the batch may have
+    changed. Logs a jump of its learning rate."""
     steps = loop.state.step + loop.loader.steps_left
+    steps = min(steps, most or steps)
     if loop.loader.end_sample and steps != loop.config.training.steps:
         batch = loop.loader.global_batch_size
-        log.info("the data ends after step %d, with %d sequences per step from here", steps, batch)
+        log.info("the run ends after step %d, with %d sequences per step from here", steps, batch)
         loop.state.schedule = WarmupStableDecay(loop.config.lr_scheduler, max(1, steps))
         loop = dataclasses.replace(loop, config=replace_fields(loop.config, {"training.steps": steps}))
     checkpoints.take_steps(loop.config)

@@ -83,7 +83,17 @@ def test_one_planted_sequence_is_found_and_other_weights_are_refused(flags, tmp_
     code, said = audited(tmp_path, capsys)
     assert code == 0 and "share 0.5000  had 9 of 18 = 0.5000" in said
 
+    mixture = tmp_path / "data" / "mixture.jsonl"
     log = tmp_path / "data" / "samples-rank-0.jsonl"
+    for file, edit, problem in (
+        (mixture, ('"words","sums"', '"sums","words"'), "mixture.jsonl has other names in attempt 0 than run.toml"),
+        (log, ('{"attempt":0,"step":3', '{"att'), "the run ended after step 3 (summary.json), and its logs end with"),
+    ):
+        text = file.read_text()
+        file.write_text(text.replace(*edit))
+        code, said = audited(tmp_path, capsys)
+        assert code == 1 and f"problem  {problem}" in said
+        file.write_text(text)
     lines = log.read_text().splitlines()
     step = json.loads(lines[-1])
     step["mix"]["0"] -= 1
@@ -99,3 +109,18 @@ def test_one_planted_sequence_is_found_and_other_weights_are_refused(flags, tmp_
     assert "data.stage: " in said and "--checkpoint.allow_changes data" in said
     assert run([*longer, "--checkpoint.allow_changes", "data"], tmp_path) == 0
     assert "other weights from sample 18 on" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.long
+def test_a_larger_batch_at_a_resume_does_not_train_past_the_steps(tmp_path):
+    flags = ["--recipe", "llama3_debug", "--model.num_layers", "1", "--training.seq_len", "32"]
+    flags += ["--validation.interval", "0", "--validation.fraction", "0", "--data.cache_dir", str(tmp_path / "cache")]
+    for name, size, weight, on_end in (("a", 9000, 5, "repeat"), ("b", 460, 2, "stop")):
+        (tmp_path / f"{name}.txt").write_text("x" * size)
+        entry = {"name": name, "path": str(tmp_path / f"{name}.txt"), "weight": weight, "on_end": on_end}
+        flags += ["--data.mix", json.dumps(entry)]
+    for batch, steps in ((4, 4), (8, 7)):  # the source would end in step 8, with 8 sequences per step from step 5 on
+        found = train(
+            [*flags, *SAVED, "--training.steps", str(steps), "--training.global_batch_size", str(batch)], tmp_path
+        )
+        assert steps_of(found)[-1]["step"] == steps

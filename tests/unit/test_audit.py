@@ -12,7 +12,7 @@ import pytest
 from crius import cli
 from crius.data import sample_log
 from crius.data.loader import BatchLoader
-from crius.data.mixture import Plan, Walk
+from crius.data.mixture import Plan, Walk, opened
 from crius.data.sample_log import Attempt, SampleLog, next_attempt, samples_path, to_ranges
 from crius.data.source import Rows
 from crius.errors import ConfigError, DataError
@@ -331,6 +331,15 @@ def test_the_audit_needs_no_torch(elastic, monkeypatch):
     assert cli.main(["data", "audit", str(elastic)]) == 0
 
 
+MIXED = """
+[training]
+seq_len = 8
+[data]
+mix = [{ name = "a", path = "a", weight = 1 }, { name = "b", path = "b", weight = 1, on_end = "share" }]
+stage = [{ from = 2, weights = { a = 3, b = 1 } }]
+"""
+
+
 def mixed_attempt(run_dir):
     """What two steps of a mixture leave. Returns its record."""
     plan = Plan(names=("a", "b"), sizes=(7, 9), limits=(0, 9), stops=(False, False), stages=((0, (1, 1)), (4, (3, 1))))
@@ -341,6 +350,7 @@ def mixed_attempt(run_dir):
     for step in (1, 2):
         log.write(step, range(4 * step - 4, 4 * step), walk.take(4)[0].tolist())
     log.close()
+    (run_dir / "run.toml").write_text(MIXED)
     return json.loads((run_dir / "data" / "mixture.jsonl").read_text())
 
 
@@ -378,3 +388,51 @@ def test_a_damaged_record_of_a_mixture_is_an_error_and_so_is_an_unknown_source(t
     assert audit(tmp_path).problems == ("step 2 of attempt 0 on rank 0 has 1 sequences of 7, the schedule has 0",)
     path.write_text(whole.replace('"step":2', f'"step":{1 << 62}'))
     assert "cannot be read" in audit(tmp_path).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (("from = 2", "from = 3"), "other stages"),
+        (("a = 3", "a = 2"), "other stages"),
+        (('path = "a", weight = 1', 'path = "a", weight = 2'), "other stages"),
+        (('name = "a"', 'name = "c"'), "other names"),
+        (("share", "repeat"), "other limits"),
+        (("share", "stop"), "other stops"),
+        (("[data]", "[["), "run.toml has no mixture"),
+        (("seq_len = 8", "seq_len = 0"), ""),
+        (("mix =", "mix = 3\nold ="), "run.toml has no mixture"),
+        (("mix =", "alpha = 1e308\nmix ="), "run.toml has no mixture"),
+    ],
+)
+def test_a_mixture_is_that_of_run_toml(edit, problem, tmp_path):
+    mixed_attempt(tmp_path)
+    (tmp_path / "run.toml").write_text(MIXED.replace(*edit))
+    problems = audit(tmp_path).problems
+    assert any(problem in one for one in problems) == bool(problem), problems
+
+
+def test_logs_that_end_before_the_run_are_a_problem(tmp_path):
+    mixed_attempt(tmp_path)
+    for steps, is_whole in ((2, True), (3, False)):
+        (tmp_path / "summary.json").write_text(json.dumps({"steps": steps}))
+        assert not audit(tmp_path).problems == is_whole
+
+
+def test_a_later_attempt_of_a_mixture_may_have_other_sources_or_none(tmp_path):
+    mixed_attempt(tmp_path)
+    settings = 'mix = [{ name = "b", path = "b", on_end = "share" }, { name = "c", path = "c" }]'
+    (tmp_path / "run.toml").write_text(f"[training]\nseq_len = 8\n[data]\n{settings}\nstage = []\nalpha = 0.0\n")
+    plan = Plan(names=("b", "c"), sizes=(9, 5), limits=(9, 0), stops=(False, False), stages=((0, (1, 1)),))
+    walk = Walk(plan, opened(plan, 8, (3, 0)))
+    sample_log.log_mixture(tmp_path, 1, plan, walk.place)
+    for attempt in (1, 2):
+        after = attempt + 1
+        log = SampleLog(
+            tmp_path,
+            0,
+            Attempt(attempt=attempt, after=after, sample=4 * after, ranks=1, batch=4, epoch_samples=0, source="other"),
+        )
+        log.write(after + 1, range(4 * after, 4 * after + 4), walk.take(4)[0].tolist() if attempt == 1 else None)
+        log.close()
+        assert not audit(tmp_path).problems

@@ -120,15 +120,16 @@ def test_a_run_ends_where_a_source_stops_it(flags):
     assert any("ends after" in line for line in stopped.description)
 
 
-@pytest.mark.parametrize("batch", [2, 12])
-def test_another_batch_moves_the_end_of_the_data_with_the_stages(flags, batch):
+@pytest.mark.parametrize(("batch", "steps"), [(2, 1000), (12, 1000), (2, 20)])
+def test_another_batch_moves_the_end_of_the_data_with_the_stages(flags, batch, steps):
     entries = [entry.replace('"share"', '"stop"') for entry in run_of(*flags).data.mix]
     given = [part for entry in entries for part in ("--data.mix", entry)]
     _, state = rows_of(lambda: opened(flags, *given), 1, 0, steps=10)
     source = opened(flags, *given, f"--training.global_batch_size={batch}").train
-    end = source.end_before(1000 * batch)
+    end = source.end_before(steps * batch)  # 0: a run with this batch from its start does not reach it
     loader = BatchLoader(source, global_batch_size=batch, rank=0, num_ranks=1, prefetch=0, end_sample=end)
     loader.load_state_dict(state)
     list(islice(loader, loader.steps_left))
     assert loader.next_sample == loader.end_sample != end
+    assert loader.state_dict()["since"][3] == loader.end_sample
     assert loader.state_dict()["mixture"]["sums"][0] == source.plan.limits[1]

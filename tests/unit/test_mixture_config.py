@@ -146,3 +146,16 @@ def test_absurd_weights_and_paths_are_errors(share, capsys):
     assert cli.main(["data", "mix", "show", *flags]) == 2
     said = capsys.readouterr().err
     assert "which is not a positive number below" in said and said.count("which does not exist") == 2
+
+
+def test_an_entry_is_mended_by_its_keys_and_not_by_flags(tmp_path, capsys):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("a,b\nx,y\n")
+    (tmp_path / "more.jsonl").write_text('{"text": "x"}\n')
+    flags = []
+    for name, table in {"rows": {"path": str(rows), "field": "c"}, "both": {"path": str(tmp_path)}}.items():
+        flags += ["--data.mix", json.dumps({"name": name, "weight": 1, **table})]
+    assert cli.main(["data", "mix", "show", *flags]) == 2
+    said = capsys.readouterr().err
+    assert 'columns = ["a", "b"] if these are a question and its answer, else field = ' in said
+    assert "[[data.mix]] both, path" in said and 'source = "csv" or source = "jsonl"' in said

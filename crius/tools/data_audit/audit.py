@@ -18,7 +18,7 @@ import numpy.typing as npt
 from crius.data.sample_log import Attempt, samples_path
 from crius.errors import ConfigError, DataError
 from crius.tools.data_audit.shares import prove
-from crius.untrusted import SMALL, open_below, parse_json
+from crius.untrusted import SMALL, object_below, open_below, parse_json
 
 Ints = npt.NDArray[np.int64]
 
@@ -188,6 +188,10 @@ def audit(run_dir: Path) -> Audit:
     ]
     shares, wrong = prove(run_dir, [(start, one.last) for start, one in zip(attempts, audited, strict=True)], logs)
     problems += wrong
+    ended = (object_below(run_dir, "summary.json") or {}).get("steps")
+    logged = max((one.last + one.redone for one in audited), default=0)
+    if isinstance(ended, int) and ended > logged:
+        problems.append(f"the run ended after step {ended} (summary.json), and its logs end with step {logged}")
     return Audit(
         steps=sum(one.last - one.after for one in audited),
         last_step=max((one.last for one in audited if one.last > one.after), default=0),

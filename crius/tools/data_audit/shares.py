@@ -4,11 +4,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crius.data.mixture import Place, Plan, Schedule, Span, Walk
+from crius.config.data import DataConfig, read_entry, table_text
+from crius.config.toml_file import settings_of_run
+from crius.data.mixture import Place, Plan, Schedule, Span, Walk, in_samples, mixed_source
 from crius.data.sample_log import MIXTURE, Attempt
 from crius.errors import DataError
 from crius.untrusted import HUGE, records_below
@@ -43,18 +46,22 @@ def prove(
         return [], []
     problems = []
     lines = dict[Span, list[str]]()
-    reached: Place | None = None
+    reached = dict[str, int]()
+    mixed = {attempt for log in logs.values() for attempt, _ in log.mixes}
     for start, last in attempts:
         if start.attempt not in mixtures:
-            problems.append(f"attempt {start.attempt} has no line in {MIXTURE}")
+            problems += [f"attempt {start.attempt} has no line in {MIXTURE}"] if start.attempt in mixed else []
             continue
         plan, place = mixtures[start.attempt]
-        if reached and reached.totals != place.totals:
+        totals = dict(zip(plan.names, place.totals, strict=True))
+        if reached and totals != {name: reached.get(name, 0) for name in totals}:
             problems.append(f"attempt {start.attempt} starts with other counts than the schedule has there")
         walk = Walk(plan, place)
         problems += _differences(walk, start, last, logs)
-        reached = walk.place
+        reached = dict(zip(plan.names, walk.place.totals, strict=True))
         lines |= {one.span: _lines(plan, one) for one in walk.ends() if sum(one.counts)}
+        if start is attempts[-1][0]:  # run.toml is that of the newest attempt
+            problems += _unlike_settings(run_dir, plan, start)
     named = problems[:_MOST_NAMED]
     if len(problems) > len(named):
         named.append(f"and {len(problems) - len(named)} more differences from the schedule")
@@ -83,6 +90,28 @@ def _differences(walk: Walk, start: Attempt, last: int, logs: "Mapping[int, Rank
                     name = names.get(source, source)
                     found.append(f"{where} has {logged[source]} sequences of {name}, the schedule has {wanted[source]}")
     return found
+
+
+def _unlike_settings(run_dir: Path, plan: Plan, start: Attempt) -> list[str]:
+    """What the mixture of an attempt has otherwise than run.toml."""
+    try:
+        settings = settings_of_run(run_dir)
+        data = settings["data"]
+        entries = [read_entry(table_text(table)) for table in data["mix"]]
+        config = DataConfig(stage=tuple(map(table_text, data["stage"])), alpha=data.get("alpha"))
+        seq_len = settings["training"]["seq_len"]
+        sizes = [SimpleNamespace(num_samples=size, seq_len=seq_len) for size in plan.sizes]
+        sources = dict(zip([entry.name for entry in entries], sizes, strict=True))
+        mixed = mixed_source(config, entries, sources, seq_len=seq_len, batch=start.batch)
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
+        return [f"run.toml has no mixture as in {MIXTURE}: {error}"]
+    later = in_samples(mixed.stages, (start.after, start.sample, start.batch))
+    found, wanted = (
+        one._replace(stages=tuple((max(first, start.sample), weights) for first, weights in stages))
+        for one, stages in ((plan, plan.stages), (mixed.plan, later))
+    )
+    differ = [name for name, own, other in zip(Plan._fields, found, wanted, strict=True) if own != other]
+    return [f"{MIXTURE} has other {name} in attempt {start.attempt} than run.toml" for name in differ]
 
 
 def _lines(plan: Plan, end: Place) -> list[str]:
