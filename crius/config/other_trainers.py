@@ -49,11 +49,11 @@ _MOVED = {
     "compile.enable": "torch_compile training.compile",
     "data.name": "dataset_config",
     "data.packing": "sample_packing neat_packing",
-    "data.path": "data_files dataset dataset_name datasets datasets.path train_data_path train_file dataset_dir",
+    "data.path": "input data_files dataset dataset_name datasets datasets.path train_data_path train_file dataset_dir",
     "data.shuffle": "shuffle_dataset",
     "data.source": "training.dataset",
     "data.source stdlib": "mock_data",
-    "data.split": "dataset_train_split",
+    "data.split": "dataset_train_split split",
     "data.text_field": "dataset_text_field text_column",
     "data.too_long": "excess_length_strategy",
     "data.too_long truncate": "truncation_mode",
@@ -85,13 +85,13 @@ _MOVED = {
     "model.dim": "hidden_size n_embd n_embed",
     "model.expert_ffn_dim": "moe_ffn_hidden_size moe_inter_dim moe_intermediate_size",
     "model.ffn_dim": "ffn_hidden_size intermediate_size",
-    "model.flavor": "flavour",
+    "model.flavor": "flavour model_size size",
     "model.head_dim": "head_dim kv_channels",
     "model.norm_eps": "layernorm_epsilon norm_epsilon rms_norm_eps",
     "model.num_experts": "n_routed_experts num_experts num_local_experts",
     "model.num_heads": "n_head n_heads num_attention_heads",
-    "model.num_kv_heads": "model.n_kv_heads num_key_value_heads num_query_groups",
-    "model.num_layers": "model.n_layers n_layer n_layers num_hidden_layers",
+    "model.num_kv_heads": "n_kv_heads num_key_value_heads num_query_groups",
+    "model.num_layers": "layers n_layer n_layers num_hidden_layers",
     "model.rope_theta": "rope_theta rotary_base",
     "model.tied_embeddings": "tie_word_embeddings",
     "model.tied_embeddings false": "untie_embeddings_and_output_weights",
@@ -105,14 +105,12 @@ _MOVED = {
     "optimizer.beta2": "adam_beta2",
     "optimizer.eps": "adam_eps adam_epsilon",
     "optimizer.implementation fused": "optimizer.fused",
-    "optimizer.lr": "learning_rate training.lr",
+    "optimizer.lr": "learning_rate",
     "optimizer.name adamw": "optim",
     "parallelism.context_parallel_degree": "context_parallel_size cp sequence_parallel_degree",
     "parallelism.context_parallel_method": "context_parallel_rotate_method",
-    "parallelism.data_parallel_replicate_degree": "dp_replicate_size training.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree": (
-        "data_parallel_size dp dp_shard_size training.data_parallel_degree training.data_parallel_shard_degree"
-    ),
+    "parallelism.data_parallel_replicate_degree": "dp_replicate_size",
+    "parallelism.data_parallel_shard_degree": ("data_parallel_size dp dp_shard_size training.data_parallel_degree"),
     "parallelism.data_parallel_shard_degree -1": (
         "deepspeed deepspeed_config fsdp use_distributed_optimizer zero_optimization zero_optimization.stage zero_stage"
     ),
@@ -127,9 +125,7 @@ _MOVED = {
         "parallelism.pipeline_parallel_layers_per_stage num_layers_per_virtual_pipeline_stage"
     ),
     "parallelism.reshard_after_forward_mode": "reshard_after_forward",
-    "parallelism.tensor_parallel_degree": (
-        "tensor_model_parallel_size tensor_parallel_size tp training.tensor_parallel_degree"
-    ),
+    "parallelism.tensor_parallel_degree": ("tensor_model_parallel_size tensor_parallel_size tp"),
     "profiler.enable true": "profile",
     "profiler.num_steps": "profiler_steps profiling.profiler_active",
     "quantize.dense.exclude": "float8.filter_fqns mx.filter_fqns",
@@ -159,7 +155,7 @@ _MOVED = {
     "training.mixed_precision_param bfloat16": "bf16",
     "training.seq_len": (
         "block_size context_length max_length max_seq_len max_seq_length model_max_length seq_length sequence_len "
-        "cutoff_len"
+        "cutoff_len sequence_length"
     ),
     "training.steps": "max_iters max_steps max_train_steps num_training_steps train_iters",
     "validation.fraction": "val_set_size",
@@ -269,7 +265,6 @@ _LACKING = {
     "report.html in the run folder draws the losses": "plot_loss",
     "activation_checkpoint.mode full recomputes all blocks": "recompute_method recompute_num_layers",
     "an answer is drawn by temperature, top_k and top_p": "do_sample num_beams num_return_sequences repetition_penalty",
-    "the model is the first word: crius evaluate SOURCE --tasks TASK": "model_args",
     "the name of a task has its number of examples, as piqa:mc_5shot": "num_fewshot",
     "no code of a model is run": "trust_remote_code",
     "no noise is added, and the loss is plain cross-entropy": "label_smoothing_factor loss_type neftune_noise_alpha",
@@ -312,8 +307,9 @@ _OPTIONS = {
     "push_to": "push_to_hub",
     "nproc": "devices gpus gpus_per_node n_gpus nproc_per_node num_gpus num_processes",
     "prompt": "input p query question text start",
+    "data": "data_path dataset dataset_name train_file",
     "dtype": "outtype",
-    "source": "ckpt_dir model model_path pretrained",
+    "source": "ckpt_dir model model_args model_path pretrained",
     "tasks": "task",
     "temperature": "temp",
     "vocab": "vocab_size",
@@ -342,6 +338,7 @@ _VALUES = {
     "adapter": {"lora.base nf4": "qlora"},
     "finetuning_type": {"without lora.rank all weights are trained": "full"},
     "quantization_bit": {"lora.base int8": "8"},
+    "model": {"the model is the first word: crius evaluate SOURCE --tasks TASK": "hf huggingface vllm"},
     "activation_checkpoint.mode": {
         "activation_checkpoint.mode full": "true",
         "activation_checkpoint.mode none": "false",
@@ -400,6 +397,7 @@ _VALUES = {
     "training.mixed_precision_param": {
         "training.mixed_precision_param bfloat16": "bf16 bfloat16 torch.bfloat16 true",
         "training.mixed_precision_param float32": "false fp32 no torch.float32",
+        "quantize.dense.float8.enable true": "float8 fp8",
         NOTHING["fp16"]: "float16 fp16 half torch.float16",
     },
     "validation.interval": {"validation.interval 0": "false no none"},
@@ -423,6 +421,7 @@ _VERBS = {
     "evaluate": "benchmark,eval,lm-eval,score,test",
     "export": "quantise,quantize,convert,merge,merge-lora,push,save,upload",
     "chat": "talk",
+    "compare": "diff",
     "chat --web": "gradio,serve,ui,webui",
     "generate": "complete,llama-cli,infer,inference,predict,prompt,run-model,sample",
     "import": "download,fetch,pull",
@@ -431,7 +430,7 @@ _VERBS = {
     "report": "dashboard,log,logs,plot,tensorboard",
     "runs": "history,jobs,ps,status",
     "sweep": "grid,hpo,search",
-    "train": "fit,launch,pretrain,run,start,torchrun",
+    "train": "accelerate,accelerate launch,deepspeed,fit,launch,pretrain,python,run,start,torchrun",
     "train --job.run_dir": "continue,restart,resume",
     "train --recipe smollm2_lora": "lora,qlora",
     "tune": "fine-tune,finetune,instruct,sft",
@@ -441,6 +440,7 @@ _WORDS = {words: verb for verb, others in _VERBS.items() for words in others.spl
     "recipes": "config show --recipe llama3_debug",
     "recipe": "config show --recipe llama3_debug",
 }
+_KNOWN = {words.split()[0] for words in _VERBS}
 _RECIPES = ", ".join(sorted(file.stem for file in (Path(__file__).parent.parent / "recipes").glob("*.toml")))
 _WHY = {
     "login": "hf auth login is the login of the hub",
@@ -463,14 +463,21 @@ def check_verb(arguments: Sequence[str]) -> None:
     """
     for count in (2, 1):
         words = " ".join(arguments[:count]).lower().replace("_", "-")
-        rest = list(arguments[count:])
+        rest = [word for word in arguments[count:] if not word.endswith(".py")]
+        if words == "run" and rest and not rest[0].startswith("-"):  # of ollama
+            raise no_verb(words, ["chat", *rest])
         if words in _WORDS:
             raise no_verb(words, [*_WORDS[words].split(), *rest], _WHY.get(words, ""))
         if words in _WHY:
             raise no_verb(words, ["tune", *rest], _WHY[words])
     name, equals, _ = arguments[0].partition("=") if arguments else ("", "", "")
     if (equals or name.startswith("--")) and name not in ("--help", "--import", "--version"):
-        raise no_verb(arguments[0], ["train", *arguments])
+        *_, verb = ["train", *(word for word in arguments if word in _KNOWN)]
+        raise no_verb(arguments[0], [verb, *(word for word in arguments if word != verb)])
+    for part in words.removesuffix(".py").split("-"):
+        verb = _WORDS.get(part, part if part in _KNOWN else "")
+        if verb and part != words and not words.startswith("-"):  # finetune_lora, train.py
+            raise no_verb(words, [*verb.split(), *rest], _WHY.get(part, ""))
 
 
 def no_verb(words: str, command: Sequence[str], why: str = "") -> ConfigError:

@@ -147,7 +147,7 @@ def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequenc
         asked = ("prompt", "completion")
     else:
         asked = data.named_columns
-    columns = columns_of(asked, [*row], where)
+    columns = columns_of(asked, [*row, *_inner(row)], where)
     for name in columns:
         try:
             value = value_of(row, name)
@@ -199,6 +199,13 @@ def _translated(row: dict[str, Any], meanings: Mapping[str, str], where: str) ->
     return {name: value for name, value in row.items() if name not in tops} | found
 
 
+def _inner(row: Mapping[str, Any]) -> Iterator[str]:
+    """Dotted names of the values in the objects of a row."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in [*value, *_inner(value)])
+
+
 def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[str]:
     """The column with the messages, or the columns with prompt and completion.
 
@@ -232,7 +239,8 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
             why="Crius trains on conversations, which the chosen answers can be",
             fix=" ".join(f"{_FLAG} {name}" for name in wanted),
         )
-    likely = [*pairs, names, ("PROMPT", "COMPLETION")]
+    leaves = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    likely = [*pairs, leaves, ("PROMPT", "COMPLETION")]
     first, second = next(pair for pair in likely if len(pair) == 2)
     raise DataError(
         f"the columns of the conversation are not clear; the columns are: {listed}.",
