@@ -100,8 +100,12 @@ class Reader:
                 continue
             if not is_flag(word):
                 if not self._place(word):
-                    is_name = named(word, self.arguments)[0] and self._left and not is_flag(self._left[0])
-                    strays.append(stray(word, self.verb, self._left.popleft() if is_name else ""))
+                    argument, _ = named(word, self.arguments)
+                    if argument and self._left and not is_flag(self._left[0]):
+                        argument.give([self._left.popleft()], SOURCE)
+                        strays.append(stray(word, self.verb, argument.text))
+                    else:
+                        strays.append(stray(word, self.verb))
                 continue
             flag, equals, value = word.partition("=")
             argument, is_negative = named(flag, self.arguments)

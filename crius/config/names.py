@@ -246,9 +246,11 @@ def meant(name: str, known: Iterable[str], value: str = "") -> tuple[str, str]:
     option = OPTIONS_BY_NAME.get(name, "")
     if option == "nproc" and "gpus" in names:
         option = "gpus"
+    if "data" in names:  # of crius tune
+        option = {"checkpoint.init_from": "model", "data.path": "data"}.get(MOVED.get(name, ""), option)
     if option in names:
         return _answered(name, option, value)
-    for key in (name, leaf, *sections):
+    for key in (name, name.replace(".", "_"), leaf, *sections):
         if MOVED.get(key, "").split(" ")[0] in names:
             return _answered(key, MOVED[key], value)
         if key in NOTHING:
@@ -277,7 +279,7 @@ def _answered(key: str, instead: str, value: str) -> tuple[str, str]:
     if key == "split" and re.fullmatch(r"[\d.]+(,[\d.]+)+", value):  # of Megatron
         shares = [float(share) for share in value.split(",")]
         return f"validation.fraction {shares[1] / sum(shares):.3g}", ""
-    if key == "model_args" and (model := re.search(r"\bpretrained=([^, ]+)", value)):  # of lm-eval
+    if key == "model_args" and (model := re.search(r"\b(?:pretrained|model)=([^, ]+)", value)):  # of lm-eval
         return f"source {model[1]}", ""
     answers = VALUES.get(key) or VALUES.get(setting, {})
     parts = [part for part in re.split(r"[\s,\[\]\"']+", value.lower()) if part] or [""]

@@ -143,6 +143,7 @@ FLAGS = {
     "--mixed_precision fp8": "--quantize.dense.float8.enable true",
     "--model.layers 2": "--model.num_layers 2",
     "--split 98,2": "--validation.fraction 0.02",
+    "--logging.steps 5": "--metrics.log_interval 5",
     "--trainer.max_norm 1": "--training.max_norm 1",
     "--training.sequence_length 64": "--training.seq_len 64",
     # numbers with units
@@ -234,6 +235,10 @@ VERBS = {
     "train.py": "train",
     "accelerate launch train.py": "train",
     "run": "chat",
+    "axolotl train": "train",
+    "trl sft": "tune",
+    "delete": "checkpoint prune",
+    "dpo_trainer": "tune",
     "diff": "compare",
     "--steps 5 train": "train --steps 5",
 }
@@ -265,6 +270,8 @@ WORDS = {
     "tune model bok": "write book in place of bok",
     "train training.steps 5": "write --training.steps 5 in place of training.steps 5",
     "train --data.shuffle off model": "write --checkpoint.init_from model in place of model",
+    "tune --base_model model --dataset a": "write --model model in place of --base_model model",
+    "evaluate a tasks b": "write --tasks b in place of tasks b",
     "plan 70b": "write --flavor 70b in place of 70b",
     "train model": "write --checkpoint.init_from model in place of model",
     "train book": "write --data.path book in place of book",
@@ -382,8 +389,8 @@ ELSEWHERE = {
     "several programs, and habits": (
         "apply_chat_template aux_loss_coef aux_loss_coeff c capacity_factor cfg config_path context_length "
         "context_parallel_rotate_method cp data_parallel_size datasets ddp devices dp dpo ep epochs "
-        "data_path expert_parallel_size flavour gpus import input layers load_balance_coeff model_size n_kv_heads "
-        "sequence_length size max_gen_len max_seq_len max_tokens "
+        "dataset_path expert_parallel_size flavour hidden_dim max_epochs gpus import input layers "
+        "load_balance_coeff model_size sequence_length size max_gen_len max_seq_len max_tokens "
         "moe_top_k n n_embed n_gpus n_heads n_layers n_predict norm_type num_tokens p pipeline_parallel_size pp "
         "ckpt_dir model_path output precision qlora quantization query question resume revision temp text top_k tp "
         "wandb z_loss z_loss_coeff zero_stage"
@@ -393,6 +400,11 @@ ELSEWHERE = {
         "moe_intermediate_size moe_inter_dim n_routed_experts norm_topk_prob num_experts_per_tok num_hidden_layers "
         "num_key_value_heads num_local_experts resid_pdrop rms_norm_eps rope_theta route_norm router_z_loss_coef "
         "score_func tie_word_embeddings aux_loss_alpha"
+    ),
+    "torchtitan": (
+        "attn_mask_type deterministic_warn_only enable_checkpoint gc_freq init_timeout_seconds lr_min "
+        "module_fqns_per_model_part n_kv_heads pipeline_parallel_layers_per_stage pipeline_parallel_microbatch_size "
+        "pipeline_parallel_split_points profiler_active selective_ac_option tokenizer_path train_timeout_seconds"
     ),
     "nanoGPT": (
         "batch_size block_size dropout eval_interval eval_iters grad_clip init_from lr_decay_iters max_iters min_lr "

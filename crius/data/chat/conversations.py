@@ -147,7 +147,8 @@ def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequenc
         asked = ("prompt", "completion")
     else:
         asked = data.named_columns
-    columns = columns_of(asked, [*row, *_inner(row)], where)
+    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value]
+    columns = columns_of(asked, [*row, *inner], where)
     for name in columns:
         try:
             value = value_of(row, name)
@@ -197,13 +198,6 @@ def _translated(row: dict[str, Any], meanings: Mapping[str, str], where: str) ->
         found[meaning] = value
     tops = {name.partition(".")[0] for name, meaning in meanings.items() if meaning in found}
     return {name: value for name, value in row.items() if name not in tops} | found
-
-
-def _inner(row: Mapping[str, Any]) -> Iterator[str]:
-    """Dotted names of the values in the objects of a row."""
-    for name, value in row.items():
-        if isinstance(value, dict):
-            yield from (f"{name}.{inner}" for inner in [*value, *_inner(value)])
 
 
 def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[str]:
