@@ -112,7 +112,7 @@ def _checked(model: str, data: str, settings: Sequence[str]) -> str:
     run = _parsed(["--recipe", "tune", "--data.path", data, *settings]).get("run", RunConfig())
     place = path_of_model(model, data)
     if run.data.source in KINDS and run.data.source != "stdlib":
-        find_files(run.data)
+        find_files(run.data, "DATA")
     if run.data.source == "text":
         raise ConfigError(
             f"{data} has no conversations.",

@@ -223,8 +223,8 @@ Arguments = Mapping[str, Argument]
 """Arguments of a verb by name."""
 
 WORDS_OF_BOOL = {
-    **dict.fromkeys("true t yes y 1".split(), True),
-    **dict.fromkeys("false f no n 0".split(), False),
+    **dict.fromkeys("true t yes y 1 on".split(), True),
+    **dict.fromkeys("false f no n 0 off".split(), False),
 }
 _SHOWN = 40
 

@@ -100,7 +100,12 @@ class Reader:
                 continue
             if not is_flag(word):
                 if not self._place(word):
-                    strays.append(stray(word, self.verb))
+                    argument, _ = named(word, self.arguments)
+                    if argument and self._left and not is_flag(self._left[0]):
+                        argument.give([self._left.popleft()], SOURCE)
+                        strays.append(stray(word, self.verb, argument.text))
+                    else:
+                        strays.append(stray(word, self.verb))
                 continue
             flag, equals, value = word.partition("=")
             argument, is_negative = named(flag, self.arguments)
@@ -132,7 +137,8 @@ class Reader:
         """Take the next word if it is the value of ``argument``."""
         following = self._left[0] if self._left else "--"
         if argument.setting.is_switch:
-            is_value = following.lower() in ("true", "false")
+            words = ("true", "false") if self.positional or self.rest else WORDS_OF_BOOL
+            is_value = following.lower() in words
         else:
             is_value = following != "--" and (argument.setting.option.takes_hyphen or not is_flag(following))
         return self._left.popleft() if is_value else None

@@ -29,7 +29,7 @@ _FLAG_OF_FILE = {
 _FLAG_OF_VERB = {"evaluate": "--tasks", "generate": "--prompt"}
 
 
-def stray(word: str, verb: str) -> ConfigError:
+def stray(word: str, verb: str, value: str = "") -> ConfigError:
     """Error about a word of the command line of ``verb`` that belongs to no flag."""
     name, equals, _ = word.lstrip("+").partition("=")  # + and ++ of Hydra
     what = f"{word} is neither a flag nor the value of one."
@@ -37,6 +37,9 @@ def stray(word: str, verb: str) -> ConfigError:
     if equals and re.fullmatch(r"[a-z_][\w.-]*", name, re.IGNORECASE):
         what = f"{word} has no dashes."
         fix = f"write --{shlex.quote(word.lstrip('+'))} in place of {shlex.quote(word)}"
+    elif value:
+        what = f"{word} has no dashes."
+        fix = f"write --{word} {shlex.quote(value)} in place of {word} {shlex.quote(value)}"
     elif word == "help":
         fix = "write --help in place of help"
     elif flag := _flag_of(word, verb):
@@ -47,7 +50,8 @@ def stray(word: str, verb: str) -> ConfigError:
 def _flag_of(word: str, verb: str) -> str:
     """The flag of ``verb`` that takes a word like this one; empty if none does."""
     if verb == "plan":
-        return "--flavor" if word[0].isdigit() else "--model"
+        name = "--checkpoint.init_from" if "/" in word else "--model"
+        return "--flavor" if word[0].isdigit() else name
     if verb in _FLAG_OF_VERB:
         return _FLAG_OF_VERB[verb]
     if Path(word, "config.json").is_file():
@@ -67,11 +71,29 @@ def refused_value(argument: Argument, what: str, verb: str) -> ConfigError:
     name = argument.name
     fix = explained(name, verb)
     instead, why = _answered(name, name, argument.text) if "." in name else (name, "")
+    if instead == name:
+        instead = _in_own_unit(argument) or name
     if instead != name:
         is_typed = argument.source == "command line"
         written = f"--{name}" if is_typed else name
         fix = why or _replacing("flag" if is_typed else "key", written, argument.text, instead)
     return ConfigError(f"{argument.shown} {what}", where=argument.where, fix=fix)
+
+
+_COUNTS = {"k": 1000, "m": 10**6, "b": 10**9, "%": 0.01}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+
+
+def _in_own_unit(argument: Argument) -> str:
+    """The setting with a plain number if its value has a unit, as in 2k, 5% or 10min; else empty."""
+    name = argument.name
+    match = re.fullmatch(r"(\d+\.?\d*) ?([kmbshd%])[a-z]*", argument.text.lower())
+    number, unit = match.groups() if match else ("0", "")
+    size = 1024 if unit == "k" and name.endswith("seq_len") else _COUNTS.get(unit, 0)
+    if name.endswith(("_minutes", "_seconds")):
+        size = _SECONDS.get(unit, 0) / (60 if name.endswith("_minutes") else 1)
+    value = f"{float(number) * size:.12g}"
+    return f"{name} {value}" if size and (argument.setting.hint is not int or value.isdigit()) else ""
 
 
 def unknown(
@@ -94,7 +116,10 @@ def unknown(
     instead, why = meant(ours, names, value)
     if instead:
         what = f"unknown {kind} {shown}, did you mean {dashes}{instead}?"
-        return ConfigError(what, where=where, fix=_replacing(kind, shown, value, instead))
+        fix = _replacing(kind, shown, value, instead)
+        if kind == "key" and instead in ("data.mix", "data.stage"):
+            fix = f"write [[{instead}]] in place of [{instead}]"
+        return ConfigError(what, where=where, fix=fix)
     if why:
         fix = "crius train --help all lists every flag" if kind == "setting" else "leave it out"
         return ConfigError(f"unknown {kind} {shown}: Crius has no such setting.", where=where, why=why, fix=fix)
@@ -218,9 +243,14 @@ def meant(name: str, known: Iterable[str], value: str = "") -> tuple[str, str]:
     names = list(known)
     (section, _, leaf) = name.rpartition(".")
     sections = (f"{outer}.*" for outer in itertools.accumulate(section.split("."), "{}.{}".format))
-    if OPTIONS_BY_NAME.get(name) in names:
-        return OPTIONS_BY_NAME[name], ""
-    for key in (name, leaf, *sections):
+    option = OPTIONS_BY_NAME.get(name, "")
+    if option == "nproc" and "gpus" in names:
+        option = "gpus"
+    if "data" in names:  # of crius tune
+        option = {"checkpoint.init_from": "model", "data.path": "data"}.get(MOVED.get(name, ""), option)
+    if option in names:
+        return _answered(name, option, value)
+    for key in (name, name.replace(".", "_"), leaf, *sections):
         if MOVED.get(key, "").split(" ")[0] in names:
             return _answered(key, MOVED[key], value)
         if key in NOTHING:
@@ -230,7 +260,9 @@ def meant(name: str, known: Iterable[str], value: str = "") -> tuple[str, str]:
     if "." not in name:
         homes = [other for other in names if other.count(".") == 1 and other.endswith(f".{name}")]
         return (homes[0] if len(homes) == 1 else ""), ""
-    return (section if section in names else ""), ""
+    if section in names:
+        return section, ""
+    return ("", "") if MAIN.get(section) else meant(leaf, names, value)
 
 
 def _answered(key: str, instead: str, value: str) -> tuple[str, str]:
@@ -244,6 +276,11 @@ def _answered(key: str, instead: str, value: str) -> tuple[str, str]:
     setting = instead.split(" ")[0]
     if setting == "model.name" and ("/" in value or Path(value, "config.json").is_file()):
         return "checkpoint.init_from", ""
+    if key == "split" and re.fullmatch(r"[\d.]+(,[\d.]+)+", value):  # of Megatron
+        shares = [float(share) for share in value.split(",")]
+        return f"validation.fraction {shares[1] / sum(shares):.3g}", ""
+    if key == "model_args" and (model := re.search(r"\b(?:pretrained|model)=([^, ]+)", value)):  # of lm-eval
+        return f"source {model[1]}", ""
     answers = VALUES.get(key) or VALUES.get(setting, {})
     parts = [part for part in re.split(r"[\s,\[\]\"']+", value.lower()) if part] or [""]
     if not all(part in answers for part in parts):

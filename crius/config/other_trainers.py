@@ -38,26 +38,29 @@ _MOVED = {
     "activation_checkpoint.mode full": (
         "activation_checkpointing gradient_checkpointing recompute_activations use_gradient_checkpointing"
     ),
-    "activation_checkpoint.selective_option": "activation_checkpoint.selective_ac_option",
-    "checkpoint.enable": "checkpoint.enable_checkpoint",
+    "activation_checkpoint.selective_option": "selective_ac_option",
+    "checkpoint.enable": "enable_checkpoint",
     "checkpoint.init_from": "base_model base_model_name_or_path init_from model_name_or_path pretrained_checkpoint",
     "checkpoint.interval": "save_interval save_steps",
     "checkpoint.interval 500": "save_strategy",
     "checkpoint.keep_last": "save_total_limit",
     "checkpoint.load_path": "load resume_from_checkpoint",
-    "comm.timeout_seconds": "comm.init_timeout_seconds comm.train_timeout_seconds ddp_timeout",
+    "comm.timeout_seconds": "init_timeout_seconds train_timeout_seconds ddp_timeout",
     "compile.enable": "torch_compile training.compile",
     "data.name": "dataset_config",
     "data.packing": "sample_packing neat_packing",
-    "data.path": "data_files dataset dataset_name datasets datasets.path train_data_path train_file dataset_dir",
+    "data.path": (
+        "data_files dataset dataset_dir dataset_name dataset_path datasets datasets.path input train_data_path "
+        "train_file"
+    ),
     "data.shuffle": "shuffle_dataset",
     "data.source": "training.dataset",
     "data.source stdlib": "mock_data",
-    "data.split": "dataset_train_split",
+    "data.split": "dataset_train_split split",
     "data.text_field": "dataset_text_field text_column",
     "data.too_long": "excess_length_strategy",
     "data.too_long truncate": "truncation_mode",
-    "debug.deterministic": "debug.deterministic_warn_only deterministic_mode full_determinism",
+    "debug.deterministic": "deterministic_warn_only deterministic_mode full_determinism",
     "debug.seed": "data_seed random_state",
     "job.name": "run_name wandb_name",
     "job.run_dir": "out_dir output output_dir resume save",
@@ -74,24 +77,24 @@ _MOVED = {
     "lora.rslora": "peft_use_rslora use_rslora",
     "lora.targets": "lora_target lora_target_modules target_modules",
     "lr_scheduler.decay_type": "lr_decay_style lr_scheduler_type",
-    "lr_scheduler.min_lr_factor": "lr_scheduler.lr_min",
+    "lr_scheduler.min_lr_factor": "lr_min",
     "lr_scheduler.warmup_steps": "lr_warmup_iters num_warmup_steps warmup_iters warmup_steps",
     "metrics.enable_progress_bar false": "disable_tqdm",
     "metrics.enable_tensorboard true": "tensorboard_dir use_tensorboard logging_dir",
     "metrics.enable_wandb true": "report_to use_wandb wandb",
     "metrics.log_interval": "logging_steps steps_per_print",
     "metrics.log_interval 10": "logging_strategy",
-    "model.attention_mask": "model.attn_mask_type",
-    "model.dim": "hidden_size n_embd n_embed",
+    "model.attention_mask": "attn_mask_type",
+    "model.dim": "hidden_dim hidden_size n_embd n_embed",
     "model.expert_ffn_dim": "moe_ffn_hidden_size moe_inter_dim moe_intermediate_size",
     "model.ffn_dim": "ffn_hidden_size intermediate_size",
-    "model.flavor": "flavour",
+    "model.flavor": "flavour model_size size",
     "model.head_dim": "head_dim kv_channels",
     "model.norm_eps": "layernorm_epsilon norm_epsilon rms_norm_eps",
     "model.num_experts": "n_routed_experts num_experts num_local_experts",
     "model.num_heads": "n_head n_heads num_attention_heads",
-    "model.num_kv_heads": "model.n_kv_heads num_key_value_heads num_query_groups",
-    "model.num_layers": "model.n_layers n_layer n_layers num_hidden_layers",
+    "model.num_kv_heads": "n_kv_heads num_key_value_heads num_query_groups",
+    "model.num_layers": "layers n_layer n_layers num_hidden_layers",
     "model.rope_theta": "rope_theta rotary_base",
     "model.tied_embeddings": "tie_word_embeddings",
     "model.tied_embeddings false": "untie_embeddings_and_output_weights",
@@ -105,14 +108,12 @@ _MOVED = {
     "optimizer.beta2": "adam_beta2",
     "optimizer.eps": "adam_eps adam_epsilon",
     "optimizer.implementation fused": "optimizer.fused",
-    "optimizer.lr": "learning_rate training.lr",
+    "optimizer.lr": "learning_rate",
     "optimizer.name adamw": "optim",
     "parallelism.context_parallel_degree": "context_parallel_size cp sequence_parallel_degree",
     "parallelism.context_parallel_method": "context_parallel_rotate_method",
-    "parallelism.data_parallel_replicate_degree": "dp_replicate_size training.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree": (
-        "data_parallel_size dp dp_shard_size training.data_parallel_degree training.data_parallel_shard_degree"
-    ),
+    "parallelism.data_parallel_replicate_degree": "dp_replicate_size",
+    "parallelism.data_parallel_shard_degree": ("data_parallel_size dp dp_shard_size training.data_parallel_degree"),
     "parallelism.data_parallel_shard_degree -1": (
         "deepspeed deepspeed_config fsdp use_distributed_optimizer zero_optimization zero_optimization.stage zero_stage"
     ),
@@ -121,17 +122,15 @@ _MOVED = {
         "experimental.pipeline_parallel_degree pipeline_model_parallel_size pipeline_parallel_size pp"
     ),
     "parallelism.pipeline_parallel_module_names_per_stage": (
-        "parallelism.module_fqns_per_model_part parallelism.pipeline_parallel_split_points"
+        "module_fqns_per_model_part pipeline_parallel_split_points"
     ),
     "parallelism.pipeline_parallel_stages_per_rank": (
-        "parallelism.pipeline_parallel_layers_per_stage num_layers_per_virtual_pipeline_stage"
+        "pipeline_parallel_layers_per_stage num_layers_per_virtual_pipeline_stage"
     ),
     "parallelism.reshard_after_forward_mode": "reshard_after_forward",
-    "parallelism.tensor_parallel_degree": (
-        "tensor_model_parallel_size tensor_parallel_size tp training.tensor_parallel_degree"
-    ),
+    "parallelism.tensor_parallel_degree": ("tensor_model_parallel_size tensor_parallel_size tp"),
     "profiler.enable true": "profile",
-    "profiler.num_steps": "profiler_steps profiling.profiler_active",
+    "profiler.num_steps": "profiler_steps profiler_active",
     "quantize.dense.exclude": "float8.filter_fqns mx.filter_fqns",
     "quantize.dense.float8.emulate": "float8.emulate",
     "quantize.dense.float8.enable": "float8.enable float8.enable_float8_linear",
@@ -141,25 +140,25 @@ _MOVED = {
     "quantize.dense.float8.recipe": "float8.recipe_name",
     "quantize.dense.mxfp8.enable": "mx.enable",
     "quantize.dense.mxfp8.enable true": "mx.recipe_name",
-    "tokenizer.path": "model.tokenizer_path tokenizer_config tokenizer_model tokenizer_name tokenizer_name_or_path",
+    "tokenizer.path": "tokenizer_path tokenizer_config tokenizer_model tokenizer_name tokenizer_name_or_path",
     "training.device cpu": "no_cuda use_cpu",
     "training.enable_cpu_offload true": (
         "cpu_offload offload_optimizer offload_params optimizer_cpu_offload offload_optimizer_device "
         "offload_param_device"
     ),
-    "training.epochs": "epochs num_epochs num_train_epochs",
-    "training.gc_interval": "gc_steps manual_gc_interval training.gc_freq",
+    "training.epochs": "epochs max_epochs num_epochs num_train_epochs",
+    "training.gc_interval": "gc_steps manual_gc_interval gc_freq",
     "training.global_batch_size": "train_batch_size",
     "training.local_batch_size": (
-        "batch_size micro_batch_size parallelism.pipeline_parallel_microbatch_size "
-        "per_device_train_batch_size train_micro_batch_size_per_gpu training.batch_size"
+        "batch_size micro_batch_size pipeline_parallel_microbatch_size "
+        "per_device_train_batch_size train_micro_batch_size_per_gpu"
     ),
     "training.max_norm": "clip_grad grad_clip gradient_clipping max_grad_norm",
     "training.mixed_precision_param": "dtype mixed_precision precision torch_dtype",
     "training.mixed_precision_param bfloat16": "bf16",
     "training.seq_len": (
         "block_size context_length max_length max_seq_len max_seq_length model_max_length seq_length sequence_len "
-        "cutoff_len"
+        "cutoff_len sequence_length"
     ),
     "training.steps": "max_iters max_steps max_train_steps num_training_steps train_iters",
     "validation.fraction": "val_set_size",
@@ -212,9 +211,7 @@ NOTHING = {
     "metrics.disable_color_printing": "nothing is printed in colours",
     "metrics.save_for_all_ranks": "rank 0 writes the metrics, which are sums over all ranks",
     **dict.fromkeys(("lora.use_dora", "lora.dora", "use_dora"), "DoRA is not built; LoRA and rsLoRA are (lora.rslora)"),
-    **dict.fromkeys(
-        ("lora.dropout", "lora_dropout"), "adapters have no dropout: its numbers would depend on the layout"
-    ),
+    "lora_dropout": "adapters have no dropout: its numbers would depend on the layout",
     **dict.fromkeys(("dpo.beta", "training.dpo", "dpo.enable"), "DPO is not built"),
     **dict.fromkeys(("decoder_sparse_step", "norm_topk_prob", "route_norm", "score_func", "norm_type"), _MODEL),
     **dict.fromkeys(("dropout", "attention_dropout", "resid_pdrop"), "the models have no dropout"),
@@ -269,7 +266,6 @@ _LACKING = {
     "report.html in the run folder draws the losses": "plot_loss",
     "activation_checkpoint.mode full recomputes all blocks": "recompute_method recompute_num_layers",
     "an answer is drawn by temperature, top_k and top_p": "do_sample num_beams num_return_sequences repetition_penalty",
-    "the model is the first word: crius evaluate SOURCE --tasks TASK": "model_args",
     "the name of a task has its number of examples, as piqa:mc_5shot": "num_fewshot",
     "no code of a model is run": "trust_remote_code",
     "no noise is added, and the loss is plain cross-entropy": "label_smoothing_factor loss_type neftune_noise_alpha",
@@ -313,7 +309,7 @@ _OPTIONS = {
     "nproc": "devices gpus gpus_per_node n_gpus nproc_per_node num_gpus num_processes",
     "prompt": "input p query question text start",
     "dtype": "outtype",
-    "source": "ckpt_dir model model_path pretrained",
+    "source": "ckpt_dir model model_args model_path pretrained",
     "tasks": "task",
     "temperature": "temp",
     "vocab": "vocab_size",
@@ -342,6 +338,9 @@ _VALUES = {
     "adapter": {"lora.base nf4": "qlora"},
     "finetuning_type": {"without lora.rank all weights are trained": "full"},
     "quantization_bit": {"lora.base int8": "8"},
+    "model": {
+        "the model is the first word: crius evaluate SOURCE --tasks TASK": "hf huggingface local-completions vllm"
+    },
     "activation_checkpoint.mode": {
         "activation_checkpoint.mode full": "true",
         "activation_checkpoint.mode none": "false",
@@ -400,6 +399,7 @@ _VALUES = {
     "training.mixed_precision_param": {
         "training.mixed_precision_param bfloat16": "bf16 bfloat16 torch.bfloat16 true",
         "training.mixed_precision_param float32": "false fp32 no torch.float32",
+        "quantize.dense.float8.enable true": "float8 fp8",
         NOTHING["fp16"]: "float16 fp16 half torch.float16",
     },
     "validation.interval": {"validation.interval 0": "false no none"},
@@ -413,17 +413,18 @@ there is none, which begins with a word that has no dot."""
 
 _VERBS = {
     "checkpoint ls": "checkpoints,checkpoint list,checkpoint show",
-    "checkpoint prune": "checkpoint clean,checkpoint delete,checkpoint remove,checkpoint rm",
+    "checkpoint prune": "delete,prune,remove,rm,checkpoint clean,checkpoint delete,checkpoint remove,checkpoint rm",
     "config show": "config get,config list,config print,settings,show-config",
     "data doctor": "data analyze,data check,data stats,data validate,data verify",
     "data prepare": "data preprocess,data tokenise,data tokenize,prepare,preprocess,tokenise,tokenize",
     "data show": "data head,data inspect,data preview,data view",
     "data tokenizer": "data train-tokenizer,tokenizer,train-tokenizer",
     "doctor": "login,check,diagnose,env,info",
-    "evaluate": "benchmark,eval,lm-eval,score,test",
+    "evaluate": "benchmark,eval,evaluation,lm-eval,score,test",
     "export": "quantise,quantize,convert,merge,merge-lora,push,save,upload",
     "chat": "talk",
-    "chat --web": "gradio,serve,ui,webui",
+    "compare": "diff",
+    "chat --web": "gradio,llama-server,serve,ui,webui",
     "generate": "complete,llama-cli,infer,inference,predict,prompt,run-model,sample",
     "import": "download,fetch,pull",
     "models": "list,ls,model",
@@ -431,7 +432,7 @@ _VERBS = {
     "report": "dashboard,log,logs,plot,tensorboard",
     "runs": "history,jobs,ps,status",
     "sweep": "grid,hpo,search",
-    "train": "fit,launch,pretrain,run,start,torchrun",
+    "train": "accelerate,accelerate launch,deepspeed,fit,launch,pretrain,python,run,start,torchrun",
     "train --job.run_dir": "continue,restart,resume",
     "train --recipe smollm2_lora": "lora,qlora",
     "tune": "fine-tune,finetune,instruct,sft",
@@ -441,6 +442,8 @@ _WORDS = {words: verb for verb, others in _VERBS.items() for words in others.spl
     "recipes": "config show --recipe llama3_debug",
     "recipe": "config show --recipe llama3_debug",
 }
+_PROGRAMS = ("axolotl", "litgpt", "llamafactory-cli", "ollama", "trl", "vllm")
+_KNOWN = {words.split()[0] for words in _VERBS}
 _RECIPES = ", ".join(sorted(file.stem for file in (Path(__file__).parent.parent / "recipes").glob("*.toml")))
 _WHY = {
     "login": "hf auth login is the login of the hub",
@@ -461,16 +464,27 @@ def check_verb(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: the first words are not a verb of Crius; the fix is the command that was meant.
     """
+    if arguments and arguments[0] in _PROGRAMS:
+        check_verb(arguments[1:])
+        raise no_verb(arguments[0], arguments[1:])
     for count in (2, 1):
         words = " ".join(arguments[:count]).lower().replace("_", "-")
-        rest = list(arguments[count:])
+        rest = [word for word in arguments[count:] if not word.endswith(".py")]
+        if words == "run" and rest and not rest[0].startswith("-"):  # of ollama
+            raise no_verb(words, ["chat", *rest])
         if words in _WORDS:
             raise no_verb(words, [*_WORDS[words].split(), *rest], _WHY.get(words, ""))
         if words in _WHY:
             raise no_verb(words, ["tune", *rest], _WHY[words])
     name, equals, _ = arguments[0].partition("=") if arguments else ("", "", "")
     if (equals or name.startswith("--")) and name not in ("--help", "--import", "--version"):
-        raise no_verb(arguments[0], ["train", *arguments])
+        *_, verb = ["train", *(word for word in arguments if word in _KNOWN)]
+        raise no_verb(arguments[0], [verb, *(word for word in arguments if word != verb)])
+    for part in words.removesuffix(".py").split("-"):
+        verb = _WORDS.get(part, "tune" if part in _WHY else "")
+        verb = part if part in _KNOWN else verb
+        if verb and part != words and not words.startswith("-"):  # finetune_lora, train.py
+            raise no_verb(words, [*verb.split(), *rest], _WHY.get(part, ""))
 
 
 def no_verb(words: str, command: Sequence[str], why: str = "") -> ConfigError:

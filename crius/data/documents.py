@@ -4,6 +4,7 @@ import difflib
 import functools
 import glob
 import hashlib
+import mimetypes
 import os
 import platform
 import re
@@ -294,12 +295,13 @@ def _matches(pattern: str, suffixes: Sequence[str], flag: str) -> list[Path]:
     if files:
         return files
     if not glob.has_magic(pattern):
-        near = difflib.get_close_matches(path.name, glob.glob("*", root_dir=path.parent))
+        near = difflib.get_close_matches(path.name, glob.glob("*", root_dir=path.parent), n=1, cutoff=0.8)
+        meant = path.with_name(near[0]) if near else "with a file, folder or pattern; no URL is read"
         raise MissingPathError(
             f"{pattern} does not exist.",
             where=flag,
             why="" if path.is_absolute() else f"looked in {Path.cwd()}",
-            fix=f"{flag} {path.with_name(near[0]) if near else 'with a file, folder or pattern; no URL is read'}",
+            fix=f"{flag} {meant}" if flag.startswith("-") else f"write {meant} in place of {pattern}",
         )
     raise MissingPathError(
         f"no file matches {pattern}" + (f" ({len(found)} folders do)." if found else "."),
@@ -318,11 +320,12 @@ def _files_of_folder(folder: Path, suffixes: Sequence[str], flag: str) -> list[P
         return [file for pattern in there or patterns[:1] for file in _matches(pattern, suffixes, flag)]
     except DataError:
         others = sorted({file.suffix for file in folder.glob("?*.*") if file.is_file()})
+        texts = [other for other in others if "text" in (mimetypes.guess_type(f"a{other}")[0] or "text")]
         raise MissingPathError(
             f"folder {folder} and its subfolders have no {suffix} file.",
             where=flag,
             why=f"it has {', '.join(others)} files" if others else "",
-            fix=f"{flag} '{folder}/*{others[0]}'" if others else f"give another {flag}, or put {suffix} files there",
+            fix=f"{flag} '{folder}/*{texts[0]}'" if texts else f"give another {flag}, or put {suffix} files there",
         ) from None
 
 

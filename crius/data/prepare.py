@@ -141,7 +141,7 @@ def _write(folder: Path, encoded: Iterable[Encoded], tokenizer: Tokenizer, sourc
             num_documents = num_documents + len(starts)
     if not num_documents:
         what = "conversation" if fingerprint else "document with text"
-        raise DataError(f"the corpus is empty: no {what} in {source}.", where="--data.path")
+        raise DataError(f"the corpus is empty: no {what} in {source}.", where="--data.path", fix="give files with text")
     with (folder / TOKEN_BYTES).open("wb") as token_bytes:
         put(token_bytes, TOKEN_BYTES, tokenizer.token_bytes().astype("<i4"))
     table = np.concatenate([block.hashes() for block in blocks.values()]).tobytes()

@@ -158,6 +158,7 @@ BAD = {
     "tools of broken text": (GOOD | {"tools": "[{"}, "not JSON"),
     "a list for a row": ([GOOD], "the row is a list"),
     "no column": ({"text": "Hi"}, "are not clear; the columns are: text"),
+    "columns in an object": ({"a": {"b": "c", "d": "e"}}, "the columns are: a, a.b, a.d"),
     "two pairs": ({"prompt": "a", "completion": "b", "response": "c"}, "prompt and completion or prompt and response"),
     "a pair of a number": ({"prompt": "a", "completion": 5}, "'completion' is a number (5), not text"),
     **{

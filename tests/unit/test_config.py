@@ -201,6 +201,7 @@ def test_a_wrong_flag_is_one_message_that_names_it(refused, flags, said):
         ("seq_len = 3", "did you mean training.seq_len?"),
         ("nproc = 2", "unknown key nproc"),
         ("recipe = 'llama3_debug'", "unknown key recipe"),
+        ("[data.mix]\npath = 'x'", "write [[data.mix]] in place of [data.mix]"),
         ("[training.steps]\nx = 3", "did you mean training.steps?"),
         ("[training]\nsteps = 1.5", "training.steps 1.5 is not a whole number"),
         ("[training]\nsteps = [1, 2]", "is a list, and the setting takes an integer."),

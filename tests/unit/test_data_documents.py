@@ -45,8 +45,11 @@ def test_a_folder_stands_for_the_files_of_its_kind_in_it_and_below(tmp_path, sou
     assert list(find_files(DataConfig(source=source, path=(str(folder),)))) == want
     assert len(read(source, folder, folder / "sub", folder / f"a{suffix}")) == 4
     (tmp_path / "notes").mkdir()
-    write(tmp_path / "notes" / "a.md", "x")
-    with pytest.raises(DataError, match=rf"no {suffix} file(?s:.)*it has .md files(?s:.)*--data.path '.*/notes/\*.md'"):
+    for name in ("a.jpg", "a.md"):
+        write(tmp_path / "notes" / name, "x")
+    with pytest.raises(
+        DataError, match=rf"no {suffix} file(?s:.)*it has .jpg, .md files(?s:.)*--data.path '.*/notes/\*.md'"
+    ):
         read(source, tmp_path / "notes")
 
 

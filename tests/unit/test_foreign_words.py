@@ -140,6 +140,18 @@ FLAGS = {
     "--lr_scheduler constant": "--lr_scheduler.decay_ratio 0",
     "--model llama3": "--model.name llama3",
     "--lora 8": "--lora.rank 8",
+    "--mixed_precision fp8": "--quantize.dense.float8.enable true",
+    "--model.layers 2": "--model.num_layers 2",
+    "--split 98,2": "--validation.fraction 0.02",
+    "--logging.steps 5": "--metrics.log_interval 5",
+    "--trainer.max_norm 1": "--training.max_norm 1",
+    "--training.sequence_length 64": "--training.seq_len 64",
+    # numbers with units
+    "--training.gc_interval 1k": "--training.gc_interval 1000",
+    "--training.seq_len 2K": "--training.seq_len 2048",
+    "--validation.fraction 5%": "--validation.fraction 0.05",
+    "--checkpoint.interval_minutes 1h": "--checkpoint.interval_minutes 60",
+    "--watchdog.limit_seconds 10min": "--watchdog.limit_seconds 600",
     # words of others for settings of Crius
     "--optimizer.name adamw8bit": "--optimizer.state_dtype 8bit",
     "--optimizer.name adamw_torch_fused": "--optimizer.name adamw",
@@ -218,6 +230,17 @@ VERBS = {
     "trian": "train",
     "Train": "train",
     "genrate": "generate",
+    "finetune_lora": "tune",
+    "hyperparameter_search": "sweep",
+    "train.py": "train",
+    "accelerate launch train.py": "train",
+    "run": "chat",
+    "axolotl train": "train",
+    "trl sft": "tune",
+    "delete": "checkpoint prune",
+    "dpo_trainer": "tune",
+    "diff": "compare",
+    "--steps 5 train": "train --steps 5",
 }
 
 STRAY = {
@@ -240,6 +263,15 @@ WORDS = {
     "evaluate base --batch_size 8": "write --batch_tokens 8 in place of --batch_size 8",
     "evaluate base --output_path a": "write --out a in place of --output_path a",
     "plan llama3": "write --model llama3 in place of llama3",
+    "plan a/b": "write --checkpoint.init_from a/b in place of a/b",
+    "plan --num_gpus 8": "write --gpus 8 in place of --num_gpus 8",
+    "evaluate --model hf --model_args pretrained=a --tasks b": "write --source a in place of --model_args pretrained=a",
+    "tune --model model --dataset a": "write --data a in place of --dataset a",
+    "tune model bok": "write book in place of bok",
+    "train training.steps 5": "write --training.steps 5 in place of training.steps 5",
+    "train --data.shuffle off model": "write --checkpoint.init_from model in place of model",
+    "tune --base_model model --dataset a": "write --model model in place of --base_model model",
+    "evaluate a tasks b": "write --tasks b in place of tasks b",
     "plan 70b": "write --flavor 70b in place of 70b",
     "train model": "write --checkpoint.init_from model in place of model",
     "train book": "write --data.path book in place of book",
@@ -322,7 +354,7 @@ ELSEWHERE = {
         "position_embedding_type pretrained_checkpoint profile recompute_activations recompute_granularity rotary_base "
         "save save_interval seq_length sequence_parallel swiglu tensor_model_parallel_size tensorboard_dir "
         "tokenizer_model tokenizer_type train_data_path train_iters untie_embeddings_and_output_weights "
-        "use_distributed_optimizer use_flash_attn valid_data_path vocab_file wandb_entity wandb_project finetune "
+        "split use_distributed_optimizer use_flash_attn valid_data_path vocab_file wandb_entity wandb_project finetune "
         "fp8_format no_load_optim no_load_rng num_layers_per_virtual_pipeline_stage recompute_method "
         "recompute_num_layers transformer_impl use_mcore_models vocab_size"
     ),
@@ -357,7 +389,8 @@ ELSEWHERE = {
     "several programs, and habits": (
         "apply_chat_template aux_loss_coef aux_loss_coeff c capacity_factor cfg config_path context_length "
         "context_parallel_rotate_method cp data_parallel_size datasets ddp devices dp dpo ep epochs "
-        "expert_parallel_size flavour gpus import input load_balance_coeff max_gen_len max_seq_len max_tokens "
+        "dataset_path expert_parallel_size flavour hidden_dim max_epochs gpus import input layers "
+        "load_balance_coeff model_size sequence_length size max_gen_len max_seq_len max_tokens "
         "moe_top_k n n_embed n_gpus n_heads n_layers n_predict norm_type num_tokens p pipeline_parallel_size pp "
         "ckpt_dir model_path output precision qlora quantization query question resume revision temp text top_k tp "
         "wandb z_loss z_loss_coeff zero_stage"
@@ -367,6 +400,11 @@ ELSEWHERE = {
         "moe_intermediate_size moe_inter_dim n_routed_experts norm_topk_prob num_experts_per_tok num_hidden_layers "
         "num_key_value_heads num_local_experts resid_pdrop rms_norm_eps rope_theta route_norm router_z_loss_coef "
         "score_func tie_word_embeddings aux_loss_alpha"
+    ),
+    "torchtitan": (
+        "attn_mask_type deterministic_warn_only enable_checkpoint gc_freq init_timeout_seconds lr_min "
+        "module_fqns_per_model_part n_kv_heads pipeline_parallel_layers_per_stage pipeline_parallel_microbatch_size "
+        "pipeline_parallel_split_points profiler_active selective_ac_option tokenizer_path train_timeout_seconds"
     ),
     "nanoGPT": (
         "batch_size block_size dropout eval_interval eval_iters grad_clip init_from lr_decay_iters max_iters min_lr "
@@ -420,7 +458,9 @@ def answers():
         for row in group:
             flag = re.escape(row.split()[0])
             name = re.escape(row.split()[0].removeprefix("--"))
-            begins = re.compile(rf"unknown flag {flag}[,:]|{flag} is a section|{name} \S+ is not one of ")
+            begins = re.compile(
+                rf"unknown flag {flag}[,:]|{flag} is a section|{name} \S+ is not (one of|an integer|a number)"
+            )
             found[row] = [block for block in blocks if begins.match(block)]
     return found
 

@@ -147,7 +147,8 @@ def conversation_of(row: object, data: DataConfig, where: str, not_read: Sequenc
         asked = ("prompt", "completion")
     else:
         asked = data.named_columns
-    columns = columns_of(asked, [*row], where)
+    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value]
+    columns = columns_of(asked, [*row, *inner], where)
     for name in columns:
         try:
             value = value_of(row, name)
@@ -232,7 +233,8 @@ def columns_of(asked: Sequence[str], names: Sequence[str], where: str) -> list[s
             why="Crius trains on conversations, which the chosen answers can be",
             fix=" ".join(f"{_FLAG} {name}" for name in wanted),
         )
-    likely = [*pairs, names, ("PROMPT", "COMPLETION")]
+    leaves = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    likely = [*pairs, leaves, ("PROMPT", "COMPLETION")]
     first, second = next(pair for pair in likely if len(pair) == 2)
     raise DataError(
         f"the columns of the conversation are not clear; the columns are: {listed}.",
