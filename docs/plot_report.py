@@ -1,4 +1,4 @@
-"""Make docs/report.png and docs/report_overlay.png: python docs/plot_report.py FOLDER [FLAG ...].
+"""Make docs/report.png, report_top.png and report_overlay.png: python docs/plot_report.py FOLDER [FLAG ...].
 
 Trains the runs that they show into FOLDER, unless they are there: a run with experts and two validation sets that was
 killed, hung, spiked, met a NaN and generated texts half-way (it gets the flags too), and one configuration on three
@@ -86,6 +86,7 @@ def main(place: str, *flags: str) -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for scheme, report, picture, last in (
             ("light", "experts/report.html", "report.png", "footer"),
+            ("light", "experts/report.html", "report_top.png", "[data-chart=grad_norm]"),
             ("dark", "overlay.html", "report_overlay.png", "[data-chart=apart]"),
         ):
             page = browser.new_page(color_scheme=scheme, viewport={"width": 1240, "height": 900})

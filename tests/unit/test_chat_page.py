@@ -243,7 +243,7 @@ def test_a_browser_shows_a_hostile_answer_as_text(serve, width, scheme):
     with opened(f"{origin}{server.token}/", own=origin, scheme=scheme, width=width, offline=False) as page:
         page.fill("#question", f"Hello {HOSTILE}")
         page.click("#send")
-        page.wait_for_function("document.body.innerText.split('3 tokens').length == 3", polling=50)
+        page.locator("#stop:disabled").wait_for()
         assert page.inner_text("main").count("<img src=x onerror=") == 4 and page.locator("img").count() == 0
         assert (page.evaluate(WIDER), page.evaluate(CUT), page.evaluate(FAINT)) == (0, [], [])
 
