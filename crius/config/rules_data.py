@@ -259,6 +259,7 @@ def mixture_entries_are_right(facts: Facts) -> Violations:
             *_name_problems(entry, names),
             *_data_problems(entry, paths, facts.is_dry),
             *_share_problems(entry, needs_share),
+            *_effect_problems(entry),
         ]
         for what, why, fix in problems:
             yield ConfigError(f"{entry.name or f'entry {number}'} of data.mix {what}.", where=where, why=why, fix=fix)
@@ -304,6 +305,14 @@ def _share_problems(entry: MixEntry, needs_share: bool) -> Iterator[_Problem]:
     given = [kind for kind in KINDS if getattr(entry, kind) is not None]
     if len(given) > 1 or len(given) < needs_share:
         yield f"has {' and '.join(given) or 'no weight'}", "", "give it one of weight, tokens and epochs"
+
+
+def _effect_problems(entry: MixEntry) -> Iterator[_Problem]:
+    is_chat = entry.format == "chat"
+    if entry.field and (is_chat or entry.source in ("stdlib", "text", "tokens")):
+        yield f'has field = "{entry.field}", which has no effect', "it names the text of a row", "leave it out"
+    if entry.columns and not is_chat:
+        yield "has columns, which have no effect", "they name the parts of a conversation", "leave them out"
 
 
 def mixture_weights_are_right(facts: Facts) -> Violations:

@@ -148,6 +148,17 @@ def test_absurd_weights_and_paths_are_errors(share, capsys):
     assert "which is not a positive number below" in said and said.count("which does not exist") == 2
 
 
+def test_keys_without_effect_are_refused(tmp_path, capsys):
+    flags = []
+    for name, extra in {"a": {"field": "body"}, "b": {"columns": ["x=prompt"], "format": "documents"}}.items():
+        (tmp_path / f"{name}.txt").write_text("some words\n" * 99)
+        entry = {"name": name, "path": str(tmp_path / f"{name}.txt"), "weight": 1, **extra}
+        flags += ["--data.mix", json.dumps(entry)]
+    assert cli.main(["data", "mix", "show", *flags]) == 2
+    said = capsys.readouterr().err
+    assert 'a of data.mix has field = "body", which has no effect' in said and "b of data.mix has columns" in said
+
+
 def test_an_entry_is_mended_by_its_keys_and_not_by_flags(tmp_path, capsys):
     rows = tmp_path / "rows.csv"
     rows.write_text("a,b\nx,y\n")
