@@ -27,8 +27,8 @@ from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 
 _log = logging.getLogger("crius.data")
 
-_AHEAD = 256  # sequences of a mixture that are read together, and their tokens
-_AHEAD_TOKENS = 1 << 19
+_AHEAD = 1024  # sequences of a mixture that are read together, and their tokens
+_AHEAD_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
