@@ -27,7 +27,7 @@ from crius.launch.stop import STOPPED
 from crius.redact import redact
 from crius.train.inputs import checkpoint_folder
 
-_LEFT = ("metrics.jsonl", "summary.json", "run.toml", "report.html", "logs/")
+_LEFT = ("metrics.jsonl", "summary.json", "run.toml", "samples.jsonl", "report.html", "logs/")
 """Files that a run leaves in its folder, if they can be written."""
 
 _CODE = "def "
