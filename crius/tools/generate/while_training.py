@@ -24,6 +24,7 @@ from crius.parallel.fsdp import fsdp_modules
 from crius.redact import printable, redact
 from crius.tokens.template import END_OF_TURN
 from crius.tokens.tokenizer import Tokenizer
+from crius.tools.generate.run import picker
 from crius.tools.generate.samples import forget, keep
 from crius.tools.generate.settings import Settings
 from crius.tools.generate.stream import TextStream
@@ -32,7 +33,8 @@ from crius.train.loop import Loop
 log = logging.getLogger("crius.train")
 
 NUM_PROMPTS = 3
-NUM_TOKENS = 64
+SETTINGS = Settings(max_new_tokens=64, temperature=0.4)
+"""Drawn with a fixed seed of its own: a small model's most probable tokens soon repeat."""
 
 
 def with_texts(loop: Loop, corpus: Corpus, run_dir: Path) -> Loop:
@@ -72,7 +74,8 @@ def _write(loop: Loop, tokenizer: Tokenizer, prompts: Sequence[Opening], run_dir
     step = loop.state.step
     for prompt, text, _ in answers:
         _log(step, prompt, text)
-    keep(run_dir, step, answers, Settings(chat=loop.config.data.format == "chat"), log.warning)
+    settings = replace(SETTINGS, chat=loop.config.data.format == "chat")
+    keep(run_dir, step, answers, settings, log.warning)
 
 
 def _log(step: int, prompt: str, text: str) -> None:
@@ -83,10 +86,11 @@ def _log(step: int, prompt: str, text: str) -> None:
 
 def _continued(model: Decoder, loop: Loop, tokenizer: Tokenizer, prompts: Sequence[Opening]) -> list[list[int]]:
     """The ids that follow each prompt, as many on each rank."""
+    draw = picker(SETTINGS, range(len(prompts)))
 
     def pick(logits_BV: Tensor) -> Tensor:
         status.update()  # a long text is not a hang
-        return logits_BV.argmax(-1)
+        return draw(logits_BV)
 
     ids = [prompt.ids for prompt in prompts]
     with torch.compiler.set_stance("force_eager"):
@@ -95,7 +99,7 @@ def _continued(model: Decoder, loop: Loop, tokenizer: Tokenizer, prompts: Sequen
                 model,
                 ids,
                 pick,
-                max_new_tokens=NUM_TOKENS,
+                max_new_tokens=SETTINGS.max_new_tokens,
                 num_ids=tokenizer.vocab_size,
                 unit=loop.layout.tp,
             )
