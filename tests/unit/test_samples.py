@@ -1,17 +1,21 @@
 """``--samples.every``: texts of the model while it trains, on one process."""
 
+import dataclasses
+import functools
 import json
 import logging
 import re
 import shutil
+import time
 
 import pytest
-from harness import read_metrics, train
+from harness import parse, read_metrics, run_job, train
 
 from crius import cli
 from crius.cli.settings import run_of
 from crius.data.show import openings
 from crius.kernels import choice
+from crius.launch.local import run_workers
 from crius.metrics.sinks import FIT
 from crius.tools.generate import while_training
 from crius.tools.generate.samples import forget, keep
@@ -47,6 +51,20 @@ def test_texts_leave_the_curve_bit_for_bit_and_have_their_own_time(run, tmp_path
     assert curve(run) == curve(tmp_path / "without")
     assert json.loads((run / "summary.json").read_text())["seconds"]["samples"] > 0
     assert "samples" not in json.loads((tmp_path / "without/summary.json").read_text())["seconds"]
+
+
+def slow_texts(loop):
+    return dataclasses.replace(loop, texts=lambda: time.sleep(2))
+
+
+@pytest.mark.full
+def test_the_time_of_texts_is_not_that_of_steps(tmp_path):
+    config = parse([*TINY, "--samples.every", "2"])
+    target = functools.partial(run_job, config, tmp_path, time.monotonic(), prepare=slow_texts)
+    assert run_workers(target, 1, tmp_path) == 0
+    steps = [one["step_seconds"] for one in read_metrics(tmp_path) if "loss" in one]
+    assert len(steps) == 5 and max(steps) < 1.5
+    assert json.loads((tmp_path / "summary.json").read_text())["seconds"]["samples"] > 5.9
 
 
 def test_each_text_is_a_line_of_the_log_and_of_the_file_and_is_in_the_report(run):
