@@ -10,6 +10,7 @@ import time
 
 import pytest
 from harness import parse, read_metrics, run_job, train
+from sft_samples import tokenizer_folder, write_conversations
 
 from crius import cli
 from crius.cli.settings import run_of
@@ -172,3 +173,39 @@ def test_a_stream_without_validation_has_no_prompt():
         train = Stream()
 
     assert openings(Corpus(), 3) == []
+
+
+def test_a_prompt_of_chats_ends_where_the_first_answer_begins(tmp_path):
+    file, folder = write_conversations(tmp_path / "chat.jsonl", 43), tokenizer_folder(tmp_path / "tok")
+    flags = [
+        "--data.source",
+        "jsonl",
+        "--data.format",
+        "chat",
+        "--data.path",
+        str(file),
+        "--tokenizer.path",
+        str(folder),
+    ]
+    flags += ["--data.cache_dir", str(tmp_path / "cache"), "--model.attention_mask", "document"]
+    flags += ["--training.seq_len", "192", "--training.global_batch_size", "8", "--validation.fraction", "0.2"]
+    corpus = open_run_corpus(run_of(*flags, "--model.vocab_size", "320"), 1)
+    held = corpus.held_out[""]
+    found = openings(corpus, 3)
+    assert len(found) == 3
+    for one in found:
+        whole = corpus.tokenizer.decode(one.ids, with_special=True)
+        assert whole.endswith("<|im_start|>assistant\n") and whole.count("assistant") == 1
+        assert any(held.read([row]).tokens[0, : len(one.ids)].tolist() == one.ids for row in range(held.num_samples))
+
+
+def test_a_mixture_has_prompts_of_each_source(tmp_path):
+    entries = []
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 3000)
+        entries.append(json.dumps({"name": name, "source": "text", "path": str(tmp_path / f"{name}.txt"), "weight": 1}))
+    flags = [word for entry in entries for word in ("--data.mix", entry)]
+    sizes = ["--training.seq_len", "64", "--training.global_batch_size", "2", "--data.cache_dir", str(tmp_path)]
+    for more in ([], ["--validation.interval", "0"]):
+        corpus = open_run_corpus(run_of(*flags, *sizes, *more), 1)
+        assert [one.text for one in openings(corpus, 4)] == ["one one one one", "two two two two"]
