@@ -192,7 +192,7 @@ def _prompt(facts: Facts, folder: Path) -> str:
     """The first words of held-out text: a model of German text answers German."""
     run = facts.config
     if run.data.source != "huggingface":  # a stream would be read again
-        with contextlib.suppress(CriusError):
+        with contextlib.suppress(CriusError, OSError, ValueError):
             [opening] = openings(open_run_corpus(run, facts.data_parallel_ranks, folder), 1)
             return opening.text or _CODE
     return _CODE
