@@ -147,9 +147,9 @@ def _first_page(settings: Sequence[Setting], width: int) -> Iterator[str]:
             text = _cut(plain(setting.help), room)
             note = "" if str(setting.default) in _SAYS_NOTHING else f"  [{setting.default}]"
             yield f"  {labels[name]:<{column}}  {text}{note if len(text) + len(note) <= room else ''}"
-    sections = f"Sections: {' '.join(SECTIONS)}."
+    yield textwrap.fill(f"Sections: {' '.join(SECTIONS)}.", width)
     more = "--help SECTION prints the flags of a section, --help all prints all. crius config explain KEY explains one."
-    yield textwrap.fill(f"{sections} {more}", width, break_on_hyphens=False)
+    yield textwrap.fill(more, width, break_on_hyphens=False)
 
 
 def _label(setting: Setting) -> str:

@@ -15,25 +15,22 @@ from crius.checkpoint.folder import CheckpointFolder
 from crius.checkpoint.names import step_name
 from crius.cli.app import COMMAND, emit, script, started, train_verb
 from crius.config.command_line import last_of_each
-from crius.config.data import DataConfig, read_entry
 from crius.config.facts import Facts
 from crius.config.rules import RULES
 from crius.config.run import RunConfig, replace_fields
-from crius.data.documents import KINDS, Piece, find_files, read_pieces
+from crius.data.show import openings
 from crius.errors import CriusError
 from crius.launch.environment import Placement
 from crius.launch.report import read_report
 from crius.launch.stop import STOPPED
 from crius.redact import redact
-from crius.train.inputs import checkpoint_folder
+from crius.train.inputs import checkpoint_folder, open_run_corpus
 
-_LEFT = ("metrics.jsonl", "summary.json", "run.toml", "report.html", "logs/")
+_LEFT = ("metrics.jsonl", "summary.json", "run.toml", "samples.jsonl", "report.html", "logs/")
 """Files that a run leaves in its folder, if they can be written."""
 
 _CODE = "def "
 """Begins a text of the standard library."""
-_WORDS = 3
-"""Words of a document that are asked to be continued."""
 _SHARD = "parallelism.data_parallel_shard_degree"
 
 
@@ -181,23 +178,24 @@ def _next_commands(facts: Facts, folder: Path) -> Iterator[tuple[str, str]]:
         if run.data.format == "chat":
             yield "talk to it", started("chat", source)
         else:
-            yield "text from it", started("generate", source, "--prompt", _prompt(run.data), "--temperature", "0.7")
+            yield (
+                "text from it",
+                started("generate", source, "--prompt", _prompt(facts, folder), "--temperature", "0.7"),
+            )
     else:
         yield "twice as long", command(*longer)
         if number:
             yield show
 
 
-def _prompt(data: DataConfig) -> str:
-    """The first words of the data: a model of German text answers German."""
-    words: list[str] = []
-    if data.mix:
-        data = read_entry(data.mix[0]).corpus(data)
-    if data.source in KINDS and data.source != "stdlib":
-        with contextlib.suppress(CriusError):
-            first = next(iter(read_pieces(data, find_files(data))), None)
-            words = first.text[:200].split()[:_WORDS] if isinstance(first, Piece) else []
-    return " ".join(words) or _CODE
+def _prompt(facts: Facts, folder: Path) -> str:
+    """The first words of held-out text: a model of German text answers German."""
+    run = facts.config
+    if run.data.source != "huggingface":  # a stream would be read again
+        with contextlib.suppress(CriusError, OSError, ValueError):
+            [opening] = openings(open_run_corpus(run, facts.data_parallel_ranks, folder), 1)
+            return opening.text or _CODE
+    return _CODE
 
 
 def _workers(facts: Facts) -> tuple[int, list[str]]:

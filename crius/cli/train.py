@@ -144,6 +144,10 @@ def run_tools(config: RunConfig, folder: Path) -> "Tools":
     from crius.train.tools import Tools
 
     tools = Tools(fit=_fit, watch=watch_plan, explain=_explain)
+    if config.samples.every:
+        from crius.tools.generate.while_training import with_texts
+
+        tools = dataclasses.replace(tools, texts=with_texts)
     if config.checkpoint.rehearse and config.checkpoint.is_enabled:
         from crius.tools.verify.rehearse import Rehearsals
 

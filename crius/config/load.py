@@ -366,8 +366,12 @@ def _recipe(name: str) -> tuple[str, dict[str, Any]]:
             where="--recipe",
             fix=f"use one of {', '.join(names)}, or --config FILE.toml",
         )
-    text = text_named(Path(__file__).parents[1] / "recipes" / f"{name}.toml")
-    return f"recipe {name}", parse_toml(text)
+    folder = Path(__file__).parents[1] / "recipes"
+    settings = parse_toml(text_named(folder / f"{name}.toml"))
+    tokenizer = settings.get("tokenizer", {})
+    if tokenizer.get("path") == name:  # it comes with the recipe
+        tokenizer["path"] = str(folder / name)
+    return f"recipe {name}", settings
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -151,6 +151,15 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    """Texts of the model while it trains."""
+
+    every: int = 0
+    """Steps between texts: three prompts from held-out data are continued, with a fixed seed, and after the last step
+    too. They go to the log, samples.jsonl and the report. Not under pipeline or context parallelism. 0: no texts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
     """Recording of some steps (the window) into traces/step-N/ in the run folder. N is the first step of the window."""
 

@@ -164,6 +164,7 @@ RANGES = (
             "training.gc_interval": "0",
             "lr_scheduler.warmup_steps": "0",
             "validation.interval": "0",
+            "samples.every": "0",
             "metrics.peak_tflops": "0",
             "data.prefetch": "0",
             "optimizer.weight_decay": "0",

@@ -16,6 +16,7 @@ from crius.config.operation import (
     LaunchConfig,
     MetricsConfig,
     ProfilerConfig,
+    SamplesConfig,
     SdcConfig,
     StabilityConfig,
     WatchdogConfig,
@@ -141,6 +142,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)

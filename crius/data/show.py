@@ -4,10 +4,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from crius.data.corpus import Corpus
 from crius.data.mixture import MixedSource
 from crius.data.samples import SampleSource
 from crius.data.source import NO_LABEL, PADDING_ID, Rows, TokenSource
@@ -21,6 +22,8 @@ CLOSE = "⟧"
 _GREEN = "\x1b[32m"
 _PLAIN = "\x1b[0m"
 _SHOWN = 2000  # characters of a conversation that the log shows
+_OPENING = 64  # tokens from which the words of a prompt are taken
+_OPENING_WORDS = 4
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,48 @@ def preview(source: TokenSource, tokenizer: Tokenizer) -> list[str]:
         + documents[0].text(in_colour=False, limit=_SHOWN)
         for documents in shown.values()
     ]
+
+
+class Opening(NamedTuple):
+    """A prompt: its text and its ids."""
+
+    text: str
+    ids: list[int]
+
+
+def openings(corpus: Corpus, number: int) -> list[Opening]:
+    """The first words of sequences, or conversations up to their first answer, from places all over the held-out data.
+
+    Without held-out data they are from the training data; a stream without it has none, because it is read once.
+    """
+    train = corpus.train
+    parts = [*corpus.held_out.values()]
+    if not parts and not train.num_shards:
+        parts = [*train.sources.values()] if isinstance(train, MixedSource) else [train]
+    found = {}
+    for index in range(number if parts else 0):
+        part = parts[index % len(parts)]
+        rows = part.read([index * part.num_samples // number])
+        opening = _opening(rows, corpus.tokenizer, is_chat=isinstance(part, SampleSource))
+        found[opening.text] = opening
+    return list(found.values())
+
+
+def _opening(rows: Rows, tokenizer: Tokenizer, *, is_chat: bool) -> Opening:
+    tokens, labels, positions = (array[0] for array in rows)
+    if is_chat:
+        ids = tokens[: np.argmax(labels != NO_LABEL) + 1].tolist()
+        return Opening(tokenizer.decode(ids).strip(), ids)
+    starts = np.flatnonzero(positions[:-_OPENING] == 0)
+    begin = int(starts[-1]) if len(starts) else 0
+    words = tokenizer.decode(tokens[begin : begin + _OPENING].tolist()).split()
+    if begin == 0 and len(words) > 2:  # the first and the last word may be cut
+        words = words[1:-1]
+    text = " ".join(words[:_OPENING_WORDS])
+    ids = tokenizer.encode(text).tolist()
+    if tokenizer.bos_id is not None and (tokenizer.adds_bos or not ids):
+        ids.insert(0, tokenizer.bos_id)
+    return Opening(text, ids or [tokenizer.eos_id])
 
 
 def coloured(text: str) -> str:

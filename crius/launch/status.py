@@ -26,6 +26,7 @@ PHASES = (
     "optimizer",
     "save",
     "validation",
+    "samples",
 )
 """Phases of a rank. ``pipeline`` is forward and backward together, because a schedule mixes them."""
 

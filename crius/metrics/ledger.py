@@ -8,7 +8,7 @@ from pathlib import Path
 from crius.run_file import Mirror
 from crius.untrusted import parse_json, read_named
 
-OF_STEPS = ("compute", "compile", "data", "save_blocked", "validation", "report", "profiler", "gc")
+OF_STEPS = ("compute", "compile", "data", "save_blocked", "validation", "samples", "report", "profiler", "gc")
 """Phases whose time is lost with steps that a failure makes the run repeat."""
 
 _RECORD_BYTES = 1024

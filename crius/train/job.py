@@ -124,6 +124,7 @@ def run(
             loop = assemble(whole, corpus, run_dir, ledger, stack, strict=strict)
         with ledger.phase("load"), waiting("loading the weights"):
             loop = _loaded(job, loop, checkpoints, corpus, run_dir, recovery, stack, most)
+        loop = tools.texts(loop, corpus, run_dir)
         _log_headlines(loop, facts, corpus, run_dir)
         with ledger.phase("initialise"):
             watch = tools.watch(decided, facts, machine, ledger, run_dir) if tools.watch and ranks.rank == 0 else None

@@ -151,6 +151,7 @@ class Loop:
         checkpoints: saves the run; None if the run does not save.
         stop: request to end the run; None if a signal ends it at once.
         is_complete: whether the run was at its end, with its last validation, before this command.
+        texts: generates texts with the present weights and writes them; all ranks call it. None: no texts.
         reports: reports of the steps.
     """
 
@@ -174,6 +175,7 @@ class Loop:
     checkpoints: Checkpoints | None = None
     stop: StopRequest | None = None
     is_complete: bool = False
+    texts: Callable[[], object] | None = None
 
     def run(self) -> list[ValidationMetrics]:
         """Train until ``training.steps``; returns the last validation, a record for each set.
@@ -203,6 +205,8 @@ class Loop:
                     profile(state.step)
                 if self.validation and state.step < config.training.steps and state.step % interval == 0:
                     last_validation = self._validate(self.validation)
+                if self.texts and state.step < config.training.steps and state.step % config.samples.every == 0:
+                    self._write_texts(self.texts)
                 self._settle(agreement)
                 tidy(state.step)
             if self.checkpoints:
@@ -214,6 +218,8 @@ class Loop:
                 last_validation = self._validate(self.validation)
                 if not last_validation:
                     raise Preempted(stop_number(self.stop, self.world.size), state.step)
+            if self.texts and not self.is_complete:
+                self._write_texts(self.texts)
         return last_validation
 
     def _settle(self, agreement: Agreement) -> None:
@@ -308,6 +314,12 @@ class Loop:
             for record in records:  # all or none: a run that resumes after a stop repeats all
                 self.reports.write(record)
         return records
+
+    def _write_texts(self, write: Callable[[], object]) -> None:
+        status.update(step=self.state.step, phase="samples")
+        self.reports.finish()
+        with self.ledger.phase("samples"):
+            write()
 
     def score(self, validation: Validation, batches: Iterable[Batch]) -> ValidationMetrics | None:
         """Score ``batches`` with the present weights; None where the run was asked to stop meanwhile."""

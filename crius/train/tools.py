@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from crius.config.run import RunConfig
+from crius.data.corpus import Corpus
 from crius.errors import CriusError, OutOfMemoryError
 from crius.host import Machine, free_host_bytes
 from crius.launch.environment import Placement
@@ -132,6 +133,7 @@ class Tools:
         explain: explains the memory of a run that ran out of it.
         around: context in which a rank trains; arguments: config and place of the rank.
         prepare: returns the loop to run, given the loop that is ready.
+        texts: returns the loop with its ``texts``, given the loop, its corpus and the folder of the run.
     """
 
     fit: Fit | None = None
@@ -139,6 +141,7 @@ class Tools:
     explain: Explain | None = None
     around: Around = lambda config, placement: contextlib.nullcontext()
     prepare: Callable[[Loop], Loop] = lambda loop: loop
+    texts: Callable[[Loop, Corpus, Path], Loop] = lambda loop, corpus, run_dir: loop
 
     def joined(self, around: Around, prepare: Callable[[Loop], Loop]) -> "Tools":
         """These tools with a further context and a further preparation, which comes after the own one."""

@@ -70,7 +70,7 @@ J1 = [
     ),
     # crius verify parity --layouts fsdp2,pp2_tp2 is a block of README.md
     Row("crius report {run} --out report.html && grep -c uPlot report.html", needs="runs seen", says=("report.html",)),
-    Row("{next_4}", says=(r"^def [\s\S]{50}",)),
+    Row("{next_4}", says=(r"^\w[\s\S]{50}",)),
 ]
 
 J2 = [

@@ -19,12 +19,13 @@ from crius import cli
 from crius.cli import add_verbs
 from crius.cli.app import app
 from crius.cli.verbs import Verbs
-from crius.config.data import DataConfig
+from crius.config.data import DataConfig, TokenizerConfig
 from crius.config.other_trainers import ALIASES, MOVED, NOTHING
 from crius.config.resolve import BatchSizes, batch_sizes
 from crius.config.run import ModelConfig, RunConfig, replace_fields
 from crius.config.toml_file import command_line_flags, flatten, to_toml
 from crius.config.training import TrainingConfig
+from crius.tokens.tokenizer import build_tokenizer
 
 DEFAULTS = flatten(RunConfig())
 RECIPE = tomllib.loads((Path(cli.__file__).parent.parent / "recipes" / "llama3_debug.toml").read_text())
@@ -94,6 +95,16 @@ def test_a_config_file_alone_is_the_whole_run(shown, toml):
     settings = shown("--config", toml("[training]\nsteps = 3\n"))
     decided = {"training.steps": 3, "compile.enable": False, "activation_checkpoint.mode": "none"}
     assert {name: entry["value"] for name, entry in settings.items()} == as_json({**DEFAULTS, **decided})
+
+
+def test_the_tokenizer_of_a_recipe_is_small_and_loses_no_text(shown):
+    """It is what ``crius data tokenizer`` makes of the standard library of Python 3.11.7, without its spaces."""
+    path = Path(shown("--recipe", "llama3_debug_bpe")["tokenizer.path"]["value"])
+    assert (path / "tokenizer.json").stat().st_size <= 40 * 1024
+    tokenizer = build_tokenizer(TokenizerConfig(path=str(path)))
+    text = Path(dataclasses.__file__).read_text() + "é 東京 \t\x00"
+    ids = tokenizer.encode(text)
+    assert tokenizer.vocab_size == 2048 and tokenizer.decode(ids) == text and len(ids) < len(text) / 3
 
 
 def test_without_any_flag_the_debug_recipe_is_used(shown):

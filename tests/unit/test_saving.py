@@ -225,6 +225,7 @@ def test_twice_as_long_is_longer_than_what_is_done(monkeypatch, tmp_path):
     (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
     monkeypatch.setattr(next_steps, "_workers", lambda facts: (0, []))
     started(monkeypatch, "/usr/bin/crius", "train", "--training.steps", "2")
+    monkeypatch.setattr(next_steps, "_prompt", lambda facts, folder: "words")
     run = RunConfig(training=dataclasses.replace(RunConfig().training, steps=2))
     [longer] = [
         line for what, line in next_steps._next_commands(SimpleNamespace(config=run), tmp_path) if "twice" in what
@@ -255,6 +256,7 @@ def test_under_a_launcher_the_command_is_the_launchers(local, want, monkeypatch)
 def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is_offered, monkeypatch, tmp_path):
     config = run_of(*more)
     monkeypatch.setattr(next_steps, "_workers", lambda facts: (4, ["--layout", "fsdp4"]))
+    monkeypatch.setattr(next_steps, "_prompt", lambda facts, folder: "words")
     started(monkeypatch, "/usr/bin/crius", "train", *more)
     rows = dict(next_steps._next_commands(SimpleNamespace(config=config), tmp_path))
     assert any("the same curve" in what for what in rows) == is_offered and len(rows) >= 2
@@ -264,17 +266,19 @@ def test_the_same_curve_on_more_workers_is_offered_where_it_starts_anew(more, is
     ("source", "format", "asks"),
     [
         ("jsonl", "chat", "crius chat "),
-        ("text", "documents", "--prompt 'Der alte Mann' "),
-        ("stdlib", "documents", "--prompt 'def ' "),
+        ("text", "documents", "--prompt 'Mann und das Meer' "),
+        ("huggingface", "documents", "--prompt 'def ' "),
     ],
 )
 def test_the_last_command_asks_a_model_in_its_own_words(source, format, asks, monkeypatch, tmp_path):
     monkeypatch.setattr(next_steps, "_workers", lambda facts: (0, []))
     started(monkeypatch, "/usr/bin/crius", "train")
-    (tmp_path / "own.txt").write_text("Der alte Mann und das Meer")
+    (tmp_path / "own.txt").write_text("Der Mann und das Meer " * 90)
     path = ["--data.path", str(tmp_path / "own.txt")] if source == "text" else []
-    config = run_of("--data.source", source, "--data.format", format, *path)
-    [*_, (what, command)] = next_steps._next_commands(SimpleNamespace(config=config), tmp_path)
+    sizes = ["--training.seq_len", "22", "--training.global_batch_size", "8", "--validation.fraction", "0.3"]
+    config = run_of("--data.source", source, "--data.format", format, *path, *sizes)
+    facts = SimpleNamespace(config=config, data_parallel_ranks=1)
+    [*_, (what, command)] = next_steps._next_commands(facts, tmp_path)
     assert asks in command and what == ("talk to it" if format == "chat" else "text from it")
 
 

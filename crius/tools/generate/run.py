@@ -184,7 +184,7 @@ def answer_all(source: Source, prompts: Sequence[Prompt], settings: Settings, st
         else:
             answers = _print_batch(source, batch, settings, first, started, is_alone=len(prompts) == 1)
         if first == 0:
-            keep_samples(source.weights, [(one.prompt, one.text) for one in answers], settings)
+            keep_samples(source.weights, [(one.prompt, one.text, one.tokens) for one in answers], settings)
 
 
 def _print_batch(

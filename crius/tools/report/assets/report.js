@@ -335,7 +335,7 @@ function zoomAll(from) {
 const PHASES = {
   compute: "steps that count", lost: "steps that were repeated after a failure", initialise: "until the model is there",
   load: "reading the checkpoint", compile: "torch.compile", data: "waiting for batches",
-  save_blocked: "waiting for checkpoints", validation: "scoring held-out data", report: "writing records", profiler: "",
+  save_blocked: "waiting for checkpoints", validation: "scoring held-out data", samples: "generating text", report: "writing records", profiler: "",
   gc: "collecting garbage", down: "from a failure until processes run again", other: "in no phase",
 };
 
