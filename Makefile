@@ -85,7 +85,7 @@ setup-weights:
 
 train: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/crius train --recipe llama3_debug_bpe
-	run=$$(ls -td runs/*/ | head -n 1); tail -n 1 $${run}samples.jsonl > $${run}prompt.jsonl; $(BIN)/crius generate $$run --prompt_file $${run}prompt.jsonl --temperature 0.4
+	$(BIN)/crius generate "$$(ls -td runs/*/ | head -n 1)" --prompt "def get_" --temperature 0.4
 
 	@echo 'talk to a real model, 93 MB: make smol && $(BIN)/crius chat smol'
 
