@@ -5,6 +5,7 @@
 # make test-all    both, then the slow tests, all rows of matrices, and real weights and data, which make setup-real installs
 # make test-torch VERSION=2.15.0   the tests that torch can break, on that torch: 6 GB and 20 minutes; KEEP=1 keeps it
 # make docs    the documentation as a site: docs/_build/html/index.html
+# make dist    a wheel for machines without a checkout, and for the Dockerfile: dist/
 # make bench-cpu   Crius against plain PyTorch and Hugging Face's Trainer on this CPU, about 10 minutes
 # make gpu-check | gpu-bench | gpu-ranks   on a GPU: what is right, how fast it is, several ranks on one card. DRY=1
 #                  tries them on a CPU, STEPS=a,b some steps, and make gpu-carry fills .gpu for a machine without network
@@ -33,7 +34,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 .NOTPARALLEL:
-.PHONY: setup setup-real setup-weights train test test-full test-all test-torch lint docs bench-cpu gpu-check gpu-bench gpu-ranks gpu-carry clean
+.PHONY: setup setup-real setup-weights train test test-full test-all test-torch lint docs dist bench-cpu gpu-check gpu-bench gpu-ranks gpu-carry clean
 setup: $(STAMP)
 	@echo 'next: make train'
 
@@ -131,6 +132,9 @@ test-torch:
 # a link that leads nowhere is an error, as any warning is
 docs: $(DOCS_STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs -d docs/_build/doctrees . docs/_build/html
+
+dist: $(TEST_STAMP)
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 bench-cpu: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.bench_cpu --out $(BENCH_OUT)

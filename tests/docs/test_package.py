@@ -1,6 +1,7 @@
 """What ``pip install crius`` brings: built, installed without ``-e`` and used elsewhere, without the network."""
 
 import email
+import json
 import os
 import re
 import shutil
@@ -31,20 +32,28 @@ def built(tmp_path_factory):
     """The sdist, and the wheel that is built from it."""
     source, out = tmp_path_factory.mktemp("source") / "crius", tmp_path_factory.mktemp("dist")
     shutil.copytree(ROOT, source, ignore=NOT_SOURCE)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+    recipe = (ROOT / "Makefile").read_text().split("\ndist:")[1].splitlines()[1]
+    run(*recipe.replace("$(BIN)/python", sys.executable).replace(" dist ", f" {out} ").split(), cwd=source)
     return out / f"crius-{__version__}.tar.gz", out / f"crius-{__version__}-py3-none-any.whl"
 
 
 @pytest.fixture(scope="module")
-def installed(built, tmp_path_factory):
-    """The bin folder of a new environment with the wheel, which finds torch and the rest where this Python does."""
+def environment(tmp_path_factory):
+    """The bin folder of a new environment, which finds torch and the rest where this Python does."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", folder)
-    run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", built[1])
+    run(folder / "bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools")  # older than torch asks for
     site = sysconfig.get_path("purelib", "venv", vars={"base": str(folder), "platbase": str(folder)})
     with open(f"{site}/torch.pth", "w") as file:  # a folder of a .pth file has no .pth files of its own: not our source
         file.write(sysconfig.get_path("purelib"))
     return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def installed(built, environment):
+    """The bin folder of an environment with the wheel."""
+    run(environment / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", built[1])
+    return environment
 
 
 def crius(installed, folder, *words):
@@ -93,3 +102,17 @@ def test_the_installed_package_plans_and_trains_from_another_folder(installed, t
     text = crius(installed, tmp_path, "train", "--training.steps", "2", *small)
     assert re.search(r"^step 2/2  loss \d", text, re.MULTILINE)
     assert (tmp_path / re.search(r"^saved: step 2 in (\S+)$", text, re.MULTILINE)[1] / "manifest.json").is_file()
+
+
+def test_the_lines_of_the_dockerfile_make_a_crius_that_runs(built, environment, tmp_path):
+    """``RUN`` and ``ENTRYPOINT`` in an empty folder with the wheel, without the network: what they ask for is there."""
+    shutil.copy(built[1], tmp_path)
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    asked = dict(line.removeprefix("ARG ").split("=", 1) for line in lines if line.startswith("ARG "))
+    environ = {"PATH": f"{environment}:/usr/bin:/bin", "PIP_NO_INDEX": "1", "HOME": str(tmp_path), **asked}
+    for line in lines:
+        if line.startswith("RUN "):
+            run("sh", "-c", line.removeprefix("RUN "), cwd=tmp_path, env=environ)
+    (entry,) = (json.loads(line.removeprefix("ENTRYPOINT ")) for line in lines if line.startswith("ENTRYPOINT "))
+    assert not list(tmp_path.glob("*.whl"))
+    assert run(*entry, "--version", cwd=tmp_path, env=environ).strip() == __version__
