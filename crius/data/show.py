@@ -14,6 +14,7 @@ from crius.data.samples import SampleSource
 from crius.data.source import NO_LABEL, PADDING_ID, Rows, TokenSource
 from crius.redact import printable
 from crius.tokens.tokenizer import Tokenizer
+from crius.units import counted
 
 OPEN = "⟦"
 CLOSE = "⟧"
@@ -145,12 +146,12 @@ def lines_of(shown: Mapping[int, Sequence[ShownDocument]], *, in_colour: bool) -
         number = sum(one.num_labels for one in documents)
         places = documents[-1].end
         padding = sum(one.end - one.begin for one in documents if one.is_padding)
-        what = "conversations" if any(one.conversation is not None for one in documents) else "documents"
+        what = "conversation" if any(one.conversation is not None for one in documents) else "document"
         count = sum(not one.is_padding for one in documents)
         rest = f", {padding:,} of padding" if padding else ""
         if documents[0].source:
             rest += f", of {documents[0].source}"
-        lines.append(f"=== sample {sample}: {places:,} tokens, {number:,} trained on, {count:,} {what}{rest}")
+        lines.append(f"=== sample {sample}: {places:,} tokens, {number:,} trained on, {counted(count, what)}{rest}")
         for one in documents:
             name = "padding" if one.is_padding else "document"
             if one.conversation is not None:

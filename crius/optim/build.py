@@ -17,6 +17,7 @@ from crius.optim.muon import Muon
 from crius.optim.state import Joint, Optimizer
 from crius.optim.storage import Storage, nbytes
 from crius.shards import local_tensor
+from crius.units import counted
 
 log = logging.getLogger("crius.optim")
 
@@ -49,7 +50,7 @@ class ParameterGroup:
     def describe(self) -> str:
         """Name, counts and settings."""
         numel = sum(parameter.numel() for parameter in self.members)
-        counts = f"{self.name} {len(self.members)} tensors, {numel:,} parameters"
+        counts = f"{self.name} {counted(len(self.members), 'tensor')}, {numel:,} parameters"
         factor = f", lr x {self.lr_factor}" if self.lr_factor != 1 else ""
         return f"{counts}, weight decay {self.weight_decay}{factor}"
 
@@ -120,7 +121,7 @@ def build_optimizer(
     by_adamw = [group for group in groups if group.optimizer == "adamw"]
     names = (["muon"] if by_muon else []) + ([f"adamw {config.implementation}"] if by_adamw else [])
     described = "; ".join(group.describe() for group in groups)
-    log.info("optimizer: %s, %d groups: %s", " and ".join(names), len(groups), described)
+    log.info("optimizer: %s, %s: %s", " and ".join(names), counted(len(groups), "group"), described)
     log.info("optimizer: %s", _memory(groups, storage, config))
     parts: list[Optimizer] = []
     if by_adamw:

@@ -25,6 +25,7 @@ from crius.parallel.gradients import Gradients
 from crius.parallel.mesh import Mesh
 from crius.parallel.runtime import World
 from crius.shards import is_first_holder
+from crius.units import counted
 
 CHUNK = {"cpu": 1 << 16}
 """Numbers hashed at a time. On a CPU their places and products then fit its cache (2.7 GB/s per core, else 0.3)."""
@@ -215,7 +216,7 @@ def describe_trees(layout: Layout, num_microbatches: int) -> str:
     if layout.dp_replicate > 1:
         counts.append(f"{num_microbatches} all-to-all and all-gather over replicas")
     levels = num_microbatches.bit_length() - 1
-    kept = f"{levels} more sharded gradient{'' if levels == 1 else 's'} {'is' if levels == 1 else 'are'} kept"
+    kept = f"{counted(levels, 'more sharded gradient')} {'is' if levels == 1 else 'are'} kept"
     return f"{' + '.join(counts) or 'no collective'} per unit and step, {kept if levels else 'no more memory'}"
 
 

@@ -22,6 +22,7 @@ from crius.parallel.tensor import AsyncTensorParallel, enable_async_tensor_paral
 from crius.quantize.convert import Converted
 from crius.shards import named_parameters
 from crius.train.build import Built, Job, LowPrecision
+from crius.units import counted
 
 log = logging.getLogger("crius.train")
 
@@ -224,7 +225,7 @@ def of_compile(num_blocks: int, report: CompileReport) -> Effect:
         num_blocks: what ``compile_blocks`` returned.
         report: counts from before the first step.
     """
-    graphs = f"{report.graphs} graph{'' if report.graphs == 1 else 's'}"
+    graphs = counted(report.graphs, "graph")
     return Effect(
         name="compile",
         flag="--compile.enable",

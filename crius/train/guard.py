@@ -19,7 +19,7 @@ from crius.train.sdc import Replicas
 from crius.train.stability import IncidentReporter, SpikeMonitor, SpikeScore
 from crius.train.state import Snapshot, TrainState
 from crius.train.step import Late, StepResult
-from crius.units import GIB
+from crius.units import GIB, counted
 
 ADVICE = "lower --optimizer.lr, lengthen --lr_scheduler.warmup_steps, or look at those samples"
 NAMED = 3
@@ -308,8 +308,7 @@ class UpdateGuard:
         self._state.rolled_back_steps += lost
         if self._monitor:
             self._monitor.load(self._kept.window)
-        plural = "" if lost == 1 else "s"
-        where = f"the weights of step {self._kept.step} ({lost} step{plural} lost)"
+        where = f"the weights of step {self._kept.step} ({counted(lost, 'step')} lost)"
         self._warn(f"step {step} rolled back to {where}: {what}")
 
     def _keep(self, step: int) -> None:

@@ -68,6 +68,7 @@ from crius.train.setup import (
 )
 from crius.train.state import AfterUpdate, TrainState
 from crius.train.tools import Tools, explained
+from crius.units import counted
 from crius.waiting import waiting
 
 log = logging.getLogger("crius.train")
@@ -408,13 +409,13 @@ def _log_run(job: Job, run_dir: Path, corpus: Corpus) -> None:
     layout = job.mesh.layout
     device = job.ranks.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    threads = f", {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     model = config.model
     active = f"{facts.num_active_parameters:,} of them active per token, " if facts.is_routed else ""
     lines = [
         f"crius {crius.__version__}, torch {torch.__version__}, {device.type} ({name}{threads}), run {run_dir}",
         f"kernels: {kernels.current()}",
-        f"mesh: {layout.axes} = {layout.num_ranks} ranks",
+        f"mesh: {layout.axes} = {counted(layout.num_ranks, 'rank')}",
         f"model: {model.name}/{model.flavor}, {facts.num_parameters:,} parameters, "
         f"{active}{facts.matmul_parameters:,} in matmuls",
         f"model: {describe_rows(config, facts.vocab_size, corpus.tokenizer.vocab_size)}",
@@ -466,10 +467,10 @@ def _log_headlines(loop: Loop, facts: ModelDescription, corpus: Corpus, run_dir:
 def _log_batch(job: Job) -> None:
     sizes = job.sizes
     log.info(
-        "batch: %d sequences of %d tokens per step = %d per microbatch x %d data-parallel ranks x %d microbatches",
-        sizes.total,
+        "batch: %s of %d tokens per step = %d per microbatch x %s x %s",
+        counted(sizes.total, "sequence"),
         job.config.training.seq_len,
         sizes.local,
-        job.mesh.layout.batch,
-        sizes.accumulation,
+        counted(job.mesh.layout.batch, "data-parallel rank"),
+        "1 microbatch" if sizes.accumulation == 1 else f"{sizes.accumulation} microbatches",
     )

@@ -154,7 +154,7 @@ def test_optimizer_gets_each_parameter_once_with_its_groups_decay(caplog):
     assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.9, 0.9), 1e-6)}
     assert caplog.messages == [
         "optimizer: adamw fused, 3 groups: decayed 15 tensors, 458,752 parameters, weight decay 0.3; "
-        "embeddings 1 tensors, 65,536 parameters, weight decay 0.0; 1d 5 tensors, 640 parameters, weight decay 0.0",
+        "embeddings 1 tensor, 65,536 parameters, weight decay 0.0; 1d 5 tensors, 640 parameters, weight decay 0.0",
         "optimizer: states 0.004 GiB per rank (float32), weights 0.002, gradients 0.002",
     ]
 

@@ -455,8 +455,8 @@ def test_the_first_entry_that_fits_a_parameter_counts(caplog):
     }
     same = build(parameters, param_groups=("wq: lr_factor=0.5", "wo: lr_factor=0.25"))
     assert [group["lr_factor"] for group in same.param_groups] == [1.0, 1.0, 1.0, 0.5, 0.25]
-    assert caplog.messages[0].startswith("optimizer: muon and adamw fused, 5 groups: decayed 1 tensors, 4,160 ")
-    assert "attention.*/decayed 1 tensors, 6,144 parameters, weight decay 0.1, lr x 0.5" in caplog.messages[0]
+    assert caplog.messages[0].startswith("optimizer: muon and adamw fused, 5 groups: decayed 1 tensor, 4,160 ")
+    assert "attention.*/decayed 1 tensor, 6,144 parameters, weight decay 0.1, lr x 0.5" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

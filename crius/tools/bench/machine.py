@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from crius.host import cpu_name
+from crius.units import counted
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class BenchMachine:
         return cls(device.type, name, torch.get_num_threads(), os.cpu_count() or 1, torch.__version__)
 
     def __str__(self) -> str:
-        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        threads = counted(self.threads, "thread")
         return f"{self.device} ({self.name}), {threads} on {self.cores} cores, torch {self.torch_version}"
 
     def as_dict(self) -> dict[str, object]:
