@@ -249,6 +249,8 @@ class RunSources:
     def _spread_data(self, arguments: Arguments, names: Collection[str]) -> Iterator[CriusError]:
         """Give what the data looks like to those arguments of ``names`` that are not set."""
         wanted = [name for name in names if name in arguments and not arguments[name].source]
+        if "data.mix" in arguments and arguments["data.mix"].texts:  # each entry has a source and a format of its own
+            wanted = [name for name in wanted if not name.startswith("data.")]
         if not wanted:
             return
         try:

@@ -27,7 +27,7 @@ from crius.kernels.linear_cross_entropy import IGNORE_INDEX as IGNORE_INDEX
 
 _log = logging.getLogger("crius.data")
 
-_AHEAD = 1024  # sequences of a mixture that are read together, and their tokens
+_AHEAD = 1024  # sequences of a mixture that are read together at most, and their tokens
 _AHEAD_TOKENS = 1 << 20
 
 
@@ -288,15 +288,17 @@ class BatchLoader:
             )
         next_sample = self.next_sample
         ahead: Iterator[Rows] = iter(())
+        num_steps = 1  # read ahead; twice as many each time, so that a run begins soon
 
         def prepare() -> _Prepared:
-            nonlocal next_sample, ahead
+            nonlocal next_sample, ahead, num_steps
             mine = self._ids(next_sample)
             there = [number for number in mine if not self.end_sample or number < self.end_sample]
             if len(there) == len(mine):
                 rows = next(ahead, None)
                 if rows is None:
-                    ahead = self._read_ahead(next_sample)
+                    ahead = self._read_ahead(next_sample, num_steps)
+                    num_steps *= 2
                     rows = next(ahead)
                 batch = _batch(rows, mine, self._most_documents)
             else:
@@ -311,14 +313,14 @@ class BatchLoader:
         """This rank's samples of the step whose first sample is ``first``."""
         return range(first + (self.rank - first) % self.num_ranks, first + self.global_batch_size, self.num_ranks)
 
-    def _read_ahead(self, first: int) -> Iterator[Rows]:
-        """The sequences of the step whose first sample is ``first``; of a mixture also of the next steps, because a
-        call of one of its sources takes about as long for many sequences as for few."""
+    def _read_ahead(self, first: int, num_steps: int) -> Iterator[Rows]:
+        """The sequences of the step whose first sample is ``first``; of a mixture also of the next steps, ``num_steps``
+        at most, because a call of one of its sources takes about as long for many sequences as for few."""
         mine = self._ids(first)
         if not isinstance(self.source, MixedSource):
             return iter([self.source.read(mine)])
-        number = max(1, min(_AHEAD, _AHEAD_TOKENS // self.source.seq_len) // len(mine))
-        steps = [self._ids(first + step * self.global_batch_size) for step in range(number)]
+        most = max(1, min(_AHEAD, _AHEAD_TOKENS // self.source.seq_len) // len(mine))
+        steps = [self._ids(first + step * self.global_batch_size) for step in range(min(num_steps, most))]
         with contextlib.suppress(DataError):  # in a step that may never be reached
             return self.source.read_steps(steps)
         return self.source.read_steps(steps[:1])

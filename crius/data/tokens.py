@@ -12,6 +12,7 @@ For conversations, the documents of the folder are samples, and no end-of-docume
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,8 +182,9 @@ class TokenFile:
         try:
             size = path.stat().st_size
             if size == count * dtype.itemsize:
-                # not the subclass np.memmap, whose slices are slow to create
-                return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
+                # not np.memmap, which is slow to create, as are its slices
+                with path.open("rb") as file:
+                    return np.frombuffer(mmap(file.fileno(), size, access=ACCESS_READ), dtype=dtype)
         except OSError as error:
             problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
             raise DataError(f"{path} {problem}.", where=str(path), fix=PREPARE) from error

@@ -39,7 +39,7 @@ def test_a_setting_is_explained_with_its_value_and_origin(explain, tmp_path):
     rows = [line.split(maxsplit=1) for line in out.splitlines()[3:]]
     assert ["value", "0.001   (command line)"] in rows and ["default", "0.0003"] in rows
     assert ["type", "a number"] in rows and ["rule", "It must be above 0."] in rows
-    assert ["also", "learning_rate, lr, training.lr"] in rows
+    assert ["also", "learning_rate, lr"] in rows
 
 
 def test_choices_rules_and_what_this_machine_decides_are_told(explain):
@@ -81,7 +81,8 @@ def test_names_of_other_trainers_are_found(explain, written, name):
         ("zzz", "there is no such setting"),
         ("layout", "layout is an option of crius train, not a setting"),
         ("warmup_ratio", "fix    crius train --help all lists every flag"),
-        ("zzz.seq_len", "there is no such setting"),
+        ("zzz.seq_len", "did you mean training.seq_len?"),
+        ("zzz.yyy", "there is no such setting"),
     ],
 )
 def test_an_unknown_setting_is_an_error_with_a_guess_or_a_reason(explain, written, said):

@@ -135,7 +135,7 @@ def test_a_sample_is_shown_with_its_source(flags, capsys):
     assert cli.main(["data", "show", *flags, *(f"--sample={sample}" for sample in wanted)]) == 0
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("=== ")]
     assert [line.rpartition(", of ")[2] for line in heads] == [mixed.origin(sample)[0] for sample in sorted(wanted)]
-    assert any("conversations" in line and line.endswith("of chat") for line in heads)
+    assert any("conversation" in line and line.endswith("of chat") for line in heads)
 
 
 @pytest.mark.parametrize("share", ["1" + "0" * 400, "1e300"])
