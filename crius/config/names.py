@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -24,8 +25,6 @@ _FLAG_OF_FILE = {
     ".txt": "--data.source text --data.path",
     ".py": "--config",
 }
-
-
 _FLAG_OF_VERB = {"evaluate": "--tasks", "generate": "--prompt"}
 
 
@@ -49,14 +48,16 @@ def stray(word: str, verb: str, value: str = "") -> ConfigError:
 
 def _flag_of(word: str, verb: str) -> str:
     """The flag of ``verb`` that takes a word like this one; empty if none does."""
+    if verb in _FLAG_OF_VERB:
+        return _FLAG_OF_VERB[verb]
+    if not word:
+        return ""
     if verb == "plan":
         name = "--checkpoint.init_from" if "/" in word else "--model"
         return "--flavor" if word[0].isdigit() else name
-    if verb in _FLAG_OF_VERB:
-        return _FLAG_OF_VERB[verb]
-    if Path(word, "config.json").is_file():
+    if os.path.isfile(os.path.join(word, "config.json")):  # pathlib raises if the word is very long
         return "--checkpoint.init_from"
-    return _FLAG_OF_FILE.get(Path(word).suffix, "--data.path" if Path(word).is_dir() else "")
+    return _FLAG_OF_FILE.get(Path(word).suffix, "--data.path" if os.path.isdir(word) else "")
 
 
 def explained(name: str, verb: str) -> str:
@@ -274,7 +275,7 @@ def _answered(key: str, instead: str, value: str) -> tuple[str, str]:
         value: what was written, one word or several.
     """
     setting = instead.split(" ")[0]
-    if setting == "model.name" and ("/" in value or Path(value, "config.json").is_file()):
+    if setting == "model.name" and ("/" in value or os.path.isfile(os.path.join(value, "config.json"))):
         return "checkpoint.init_from", ""
     if key == "split" and re.fullmatch(r"[\d.]+(,[\d.]+)+", value):  # of Megatron
         shares = [float(share) for share in value.split(",")]

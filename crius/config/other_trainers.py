@@ -113,7 +113,7 @@ _MOVED = {
     "parallelism.context_parallel_degree": "context_parallel_size cp sequence_parallel_degree",
     "parallelism.context_parallel_method": "context_parallel_rotate_method",
     "parallelism.data_parallel_replicate_degree": "dp_replicate_size",
-    "parallelism.data_parallel_shard_degree": ("data_parallel_size dp dp_shard_size training.data_parallel_degree"),
+    "parallelism.data_parallel_shard_degree": "data_parallel_size dp dp_shard_size training.data_parallel_degree",
     "parallelism.data_parallel_shard_degree -1": (
         "deepspeed deepspeed_config fsdp use_distributed_optimizer zero_optimization zero_optimization.stage zero_stage"
     ),
@@ -128,7 +128,7 @@ _MOVED = {
         "pipeline_parallel_layers_per_stage num_layers_per_virtual_pipeline_stage"
     ),
     "parallelism.reshard_after_forward_mode": "reshard_after_forward",
-    "parallelism.tensor_parallel_degree": ("tensor_model_parallel_size tensor_parallel_size tp"),
+    "parallelism.tensor_parallel_degree": "tensor_model_parallel_size tensor_parallel_size tp",
     "profiler.enable true": "profile",
     "profiler.num_steps": "profiler_steps profiler_active",
     "quantize.dense.exclude": "float8.filter_fqns mx.filter_fqns",

@@ -267,9 +267,8 @@ class BatchLoader:
         self.source.restore({shard: saved[shard] for shard in self._shards})
         if isinstance(self.source, MixedSource):
             self.source.resume(state.get("mixture", {}), self.next_sample, self._since)
-            if self.end_sample or any(
-                self.source.plan.stops
-            ):  # as of a run that had this batch and these weights from its start
+            if self.end_sample or any(self.source.plan.stops):
+                # as of a run that had this batch and these weights from its start
                 self.end_sample = self.source.end_before(1 << 40)
                 self._since = [*self._since[:3], self.end_sample]
         self._cursors = self.source.cursors(self._shards)

@@ -263,6 +263,8 @@ WORDS = {
     "evaluate base --batch_size 8": "write --batch_tokens 8 in place of --batch_size 8",
     "evaluate base --output_path a": "write --out a in place of --output_path a",
     "plan llama3": "write --model llama3 in place of llama3",
+    "plan ''": "leave it out; a flag with several values is repeated: --flag A --flag B",
+    f"train {'a' * 5000}": "leave it out; a flag with several values is repeated: --flag A --flag B",
     "plan a/b": "write --checkpoint.init_from a/b in place of a/b",
     "plan --num_gpus 8": "write --gpus 8 in place of --num_gpus 8",
     "evaluate --model hf --model_args pretrained=a --tasks b": "write --source a in place of --model_args pretrained=a",
